@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from qconvert.core.dtypes import TensorSpec
-from qconvert.core.encodings import Encoding, ModelTensor
+from qconvert.core.encodings import Encoding, ModelTensor, identity
 from qconvert.core.protocols import Layout
 from qconvert.formats.io.array_table import Parts
 
@@ -28,7 +28,7 @@ class StoredArrays:
             return "", _parts(layout.stored_arrays(tensor), "")
         ending = ".weight" if name.endswith(".weight") else "weight" if name.endswith("weight") else ""
         begin = name.removesuffix("weight") if layout.named_by == "module" and ending == ".weight" else name
-        alike = id(tensor.encoding), tensor.shape, ending  # which names of arrays depend on
+        alike = identity(tensor.encoding), tensor.shape, ending  # which names of arrays depend on
         found = self._known.get(alike)
         if found is None:
             specs = layout.stored_arrays(tensor)

@@ -25,6 +25,29 @@ METHODS: dict[str, Method] = {
     "yaqa": "two-sided",
 }
 """Methods by the names that users know them by."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodTraits:
+    """What a method does: the one place where methods differ for those who carry them out.
+
+    It `measures` what linears read; it `scales_inputs`, the columns of weights and what is before them; it
+    chooses the codes of a row `together`, layer after layer, and reads back what it has written, and does so
+    `over_rows`, by gradients of outputs.
+    """
+
+    measures: bool = True
+    scales_inputs: bool = False
+    together: bool = False
+    over_rows: bool = False
+
+
+TRAITS: dict[Method, MethodTraits] = {
+    "nearest": MethodTraits(measures=False),
+    "awq": MethodTraits(scales_inputs=True),
+    "feedback": MethodTraits(together=True),
+    "two-sided": MethodTraits(together=True, over_rows=True),
+}
 DAMPING = 0.01
 """What most tools of error feedback add to a Hessian's diagonal, as a share of its mean."""
 
@@ -55,6 +78,11 @@ class Calibration:
     savings: Savings = NOTHING_SAVED
 
     @property
+    def traits(self) -> MethodTraits:
+        """What its method does."""
+        return TRAITS[self.method]
+
+    @property
     def gradient_windows_WT(self) -> np.ndarray:
         """The windows that gradients are measured on."""
         return self.tokens_BT[: -(-self.gradient_tokens // self.tokens_BT.shape[1])]
@@ -69,7 +97,7 @@ class Calibration:
             "window": int(self.tokens_BT.shape[1]),
             "damping": self.damping,
             "inputs": "quantized" if self.shift else "original",
-            **(self._outputs if self.method == "two-sided" else {}),
+            **(self._outputs if self.traits.over_rows else {}),
             **({"savings": self.savings.record} if self.savings.record else {}),
         }
 

@@ -96,7 +96,7 @@ def fewer(tokens: int, window: int) -> list[int]:
 
 def _least(work: Work) -> Savings:
     forms = {width: _forms(work, width)[-1] for width in work.widths}
-    backward = min(BACKWARD_TOKENS, work.window) if work.calibration.method == "two-sided" else None
+    backward = min(BACKWARD_TOKENS, work.window) if work.calibration.traits.over_rows else None
     return Savings(_FEWEST_TOKENS, backward, True, forms, BLOCKS * _FEWEST_BLOCK_BYTES)
 
 

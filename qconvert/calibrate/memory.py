@@ -127,7 +127,7 @@ def needs(work: Work, savings: Savings) -> Needs:
         "factoring": max(_factoring(work, savings, width) for width in work.widths),
         "rounding": max(_rounding(work, savings, width) for width in work.widths),
     }
-    if work.calibration.method == "two-sided":
+    if work.calibration.traits.over_rows:
         phases["gradients"] = _gradients(work, savings)
         phases["sampling"] = _sampling(work, savings)
     taken = {name: round(SLACK * found) + LIBRARIES for name, found in phases.items()}
@@ -272,10 +272,10 @@ def rows_bytes(work: Work, savings: Savings, width: int) -> float:
     """What blocks of rows take while they are rounded, in all threads."""
     asked = savings.rows_bytes
     limit = BLOCK_BYTES if asked is None else min(BLOCK_BYTES, asked // BLOCKS)
-    least = work.calibration.output_rows if work.calibration.method == "two-sided" else 64
+    least = work.calibration.output_rows if work.calibration.traits.over_rows else 64
     block = max(limit, least * width * 8)
     outputs = 0.0
-    if work.calibration.method == "two-sided":
+    if work.calibration.traits.over_rows:
         size = work.calibration.output_rows
         outputs = block / (8 * width) * size * 4 * _FLOAT + 4 * size * width
     return work.jobs * (_BLOCK_SHARE * block + 128 * width * 3 * _FLOAT + 24 * 64 * MOST_HELD + outputs)
@@ -318,7 +318,7 @@ def _disk(work: Work, savings: Savings) -> int:
     disk = tokens * (2 * c.stream + max(work.widths) if calibration.shift else c.stream) * _FLOAT
     disk += work.layer * _FLOAT if savings.streamed else 0
     disk += c.vocab * c.hidden * _FLOAT if work.writes_table else 0
-    if calibration.method != "two-sided":
+    if not calibration.traits.over_rows:
         return disk
     # The backward pass keeps what every layer reads, then E[g g^T] in blocks of rows.
     read = int(calibration.gradient_windows_WT.size) * c.stream * (c.layers + 1) * _FLOAT

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from qconvert.calibrate.calibration import METHODS
 from qconvert.cli.options import TokensType
 from qconvert.errors import BadRecipe
-
-if TYPE_CHECKING:
-    from qconvert.calibrate.calibration import Method
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,11 +63,6 @@ def calibration_options(command: F) -> F:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
-
-
-def method_named(name: str) -> Method:
-    """The method of this name, which may be another tool's."""
-    return METHODS[name]
 
 
 def check_idle(given: Mapping[str, object], *, aims: bool) -> None:

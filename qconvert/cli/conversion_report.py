@@ -10,6 +10,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from qconvert.calibrate.calibration import METHODS
 from qconvert.cli.plain_tables import decoded_tables, plain_tables
 from qconvert.cli.printing import terminal_columns
 from qconvert.cli.serving import refused_forms, serving
@@ -167,8 +168,8 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
 
     Two-sided codes lower the model's error, not that of each linear by itself.
     """
-    two_sided = job.calibration is not None and job.calibration.method == "two-sided"
-    if not outcome.output_errors or two_sided:
+    over_rows = job.calibration is not None and job.calibration.traits.over_rows
+    if not outcome.output_errors or over_rows:
         return ""
     error = reduce(add, outcome.output_errors.values())
     nearest, made = (sqrt(lost / error.energy) for lost in (error.plain, error.made))
@@ -217,8 +218,9 @@ def _calibrating(job: Job) -> str | None:
     method = registry.traits_of(target.layout).method if target is not None else ""
     if method:
         stored = f"note: {method} names how the codes are stored; no {method} was run"
-        own = " (AWQ's own way: --method awq)" if method == "AWQ" else ""
-        return f"{stored}: --method feedback chooses them on a text{own}"
+        own = METHODS.get(method.lower())
+        beside = f" ({method}'s own way: --method {own})" if own not in (None, "feedback") else ""
+        return f"{stored}: --method feedback chooses them on a text{beside}"
     return (
         "note: codes are the nearest ones; --method feedback with --text FILE, a text like yours, loses less "
         "(measured on small models: 0.3 to 0.5 times the KL divergence)"

@@ -22,7 +22,7 @@ from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, UnsupportedModel
 
 if TYPE_CHECKING:
-    from qconvert.calibrate.calibration import Calibration
+    from qconvert.calibrate.calibration import Calibration, MethodTraits
     from qconvert.calibrate.text import CalibrationText
     from qconvert.checkpoint.network import Network
     from qconvert.convert.job import OpenedModel, RunOptions
@@ -115,36 +115,42 @@ class Flags:
     @property
     def reads_back(self) -> bool:
         """Whether the method reads weights that it has written."""
-        from qconvert.cli.calibration_options import method_named
+        return self.method_traits.together
 
-        return method_named(self.method) not in ("nearest", "awq")
+    @property
+    def method_traits(self) -> MethodTraits:
+        """What the method does that is asked for."""
+        from qconvert.calibrate.calibration import METHODS, TRAITS
+
+        return TRAITS[METHODS[self.method]]
 
     def calibration(self, source: OpenedModel, *, aims: bool) -> Calibration | None:
         """The calibration that is asked for, on the tokens of a model; None where there is none.
 
         Raises BadRecipe for a text that neither a method nor a target (`aims`) would read.
         """
-        from qconvert.cli.calibration_options import DEFAULT_TOKENS, check_idle, method_named
+        from qconvert.cli.calibration_options import DEFAULT_TOKENS, check_idle
 
-        method = method_named(self.method)
-        if method == "nearest":
+        traits = self.method_traits
+        if not traits.measures:
             given = {"--text": self.texts, "--tokens": self.tokens != 0, "--window": self.window}
             check_idle(given, aims=aims)
             check_idle({"--inputs": self.inputs != "quantized"}, aims=False)
             return None
-        if method == "awq" and self.statistics is not None:
+        if traits.scales_inputs and self.statistics is not None:
             return None
         if self.statistics is not None:
             raise BadRecipe(
                 f"--calibration: --method {self.method} measures its own statistics",
                 "leave out one of the two",
             )
-        from qconvert.calibrate.calibration import Calibration
+        from qconvert.calibrate.calibration import METHODS, Calibration
 
-        if method == "awq":
+        if not traits.together:
             _require_decoder(source)
         text = self.read_text(source, DEFAULT_TOKENS)
-        return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
+        method, shift = METHODS[self.method], self.inputs == "quantized"
+        return Calibration(text.tokens_BT, text.record, method, shift=shift)
 
     def check(self, *, aims: bool) -> None:
         """Raise BadRecipe for options that do not go with others, or with several processes."""
@@ -155,7 +161,7 @@ class Flags:
                 "--skip-existing: given together with a target, whose choice is measured each time",
                 "leave out one of the two",
             )
-        if self.method != "awq":
+        if not self.method_traits.scales_inputs:
             return
         if aims:
             raise BadRecipe(
@@ -196,7 +202,7 @@ class Flags:
         That is where it is asked for, and where weights are read more than once: for a calibrated method, or
         for a target (`aims`).
         """
-        again = aims or (self.method != "nearest" and not self.dry_run)
+        again = aims or (self.method_traits.measures and not self.dry_run)
         return (
             None
             if self.keep_source or again
@@ -224,7 +230,6 @@ class Flags:
 
     def request(self, command: str, recipe: Recipe, **more: Any) -> Request:
         """The request of a command with this recipe; `more` are other fields of it."""
-        from qconvert.calibrate.calibration import METHODS
         from qconvert.core.dtypes import DTYPE_BY_CODE
         from qconvert.plan.request import Request
 
@@ -234,7 +239,7 @@ class Flags:
             dtype=DTYPE_BY_CODE[self.dtype.upper()] if self.dtype else None,
             allow_unknown=self.allow_unknown,
             allow_nonfinite=self.allow_nonfinite,
-            scale_inputs=METHODS[self.method] == "awq",
+            scale_inputs=self.method_traits.scales_inputs,
             **more,
         )
 

@@ -46,7 +46,7 @@ class Several(click.ParamType, Generic[T]):  # type: ignore[type-arg]  # no gene
 
 def check_several(option: str, flags: Flags) -> None:
     """Raise BadRecipe for options that do not go with several outputs of a model."""
-    if flags.method != "nearest":
+    if flags.method_traits.measures:
         raise BadRecipe(
             f"--method {flags.method}: is measured on the layers before, which differ between outputs",
             f"run the command once for each value of {option}",

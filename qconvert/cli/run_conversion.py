@@ -93,7 +93,7 @@ def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> Ope
     _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask
-    if (aims := chooser is not None) or flags.method != "nearest":
+    if (aims := chooser is not None) or flags.method_traits.measures:
         what = "a target" if aims else f"--method {flags.method}"
         tell_download(model, what, talks=flags.talks and not flags.dry_run)
     return open_model(
@@ -159,7 +159,7 @@ def write(
             click.echo(f"Warning: {warning}", err=True)
     if job.compiled.scalable:
         _tell_scaling(job, flags)
-    elif job.calibration is not None and job.calibration.method != "awq":
+    elif job.calibration is not None and job.calibration.traits.together:
         _tell_needs(job, flags)
     if flags.dry_run:
         assumed = source.checkpoint.assumed

@@ -214,9 +214,7 @@ class Aiming:
     @property
     def _together(self) -> bool:
         """Whether codes are chosen together, on a text."""
-        from qconvert.cli.calibration_options import method_named
-
-        return method_named(self.flags.method) != "nearest"
+        return self.flags.method_traits.together
 
     def _measure_written(self, candidates: Candidates) -> Decision:
         """Make both candidates, and measure them."""

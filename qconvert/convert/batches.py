@@ -16,7 +16,7 @@ import numpy as np
 
 from qconvert.convert.blocks import Block
 from qconvert.convert.outcome import BlockDone, WrittenRows
-from qconvert.core.encodings import AffineInt, Codebook, Encoding
+from qconvert.core.encodings import AffineInt, Codebook, Encoding, identity
 from qconvert.core.protocols import ArrayRows, Layout, Reader, Sink
 from qconvert.core.values import stack_rows
 from qconvert.ops import Finding
@@ -138,7 +138,7 @@ def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
     found: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
         unit, source = block.unit, block.unit.source
-        key = source.shape, id(source.encoding), tuple(map(id, unit.ops)), unit.output.shape
+        key = source.shape, identity(source.encoding), tuple(map(id, unit.ops)), unit.output.shape
         found.setdefault(key, []).append(block)
     return list(found.values())
 

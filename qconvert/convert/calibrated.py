@@ -88,7 +88,7 @@ def run_in_waves(
         partial(_decoder, checkpoint, rows, streaming) for rows in (checkpoint.reader, replaced)
     )
     outputs = None
-    if calibration.method == "two-sided":
+    if calibration.traits.over_rows:
         kept = Streaming.EVERYTHING if savings.streamed else Streaming.NOTHING
         decoder, damping = _decoder(checkpoint, checkpoint.reader, kept), calibration.output_damping
         moments = output_moments(decoder, calibration, scratch)

@@ -99,17 +99,17 @@ def prepare(
     if calibration is not None:
         from qconvert.convert.calibration_memory import fit
 
-        if calibration.method != "awq":  # which measures mean squares alone
+        if calibration.traits.together:  # others measure mean squares alone
             calibration = fit(checkpoint, calibration, request, options)
         request = replace(
             request,
             statistics=PlannedStatistics(calibration.record, tied=is_tied(checkpoint, request)),
-            scale_inputs=calibration.method == "awq",
+            scale_inputs=calibration.traits.scales_inputs,
         )
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
-    if calibration is not None and calibration.method != "awq":
+    if calibration is not None and calibration.traits.together:
         _refuse_idle(compiled.plan, calibration)
     if not compiled.is_gguf:
         return Job(source, compiled, SafetensorsFolder(source, compiled, options), options, calibration)
@@ -217,7 +217,7 @@ def run_job(
         how = (position_in(checkpoint), statistics, made, granule, there, ahead)
         return run(plan, reader, layout, sink, terms, *how)
 
-    if job.calibration is None or job.calibration.method == "awq":
+    if job.calibration is None or not job.calibration.traits.together:
         source, plan = request.statistics, job.compiled.plan
         statistics = partial(rows_statistics, source=source) if source else None
         if publication is None or not options.drop:

@@ -87,9 +87,9 @@ def refuse_undivided(job: Job) -> None:
     """Raise BadRecipe for a job whose files cannot be made apart from each other."""
     if job.calibration is None:
         return
-    if job.calibration.method == "awq":
+    if not job.calibration.traits.together:
         raise BadRecipe(
-            "--method awq: every process would measure the text for itself",
+            f"--method {job.calibration.method}: every process would measure the text for itself",
             "measure once with `qconvert calibrate`, and give all processes --calibration FILE",
         )
     raise BadRecipe(

@@ -75,7 +75,7 @@ def require_memory(jobs: Sequence[Job]) -> None:
 
 def _is_held(job: Job) -> bool:
     """Whether a memory was asked for that is held here; where codes are chosen together, `fit` holds it."""
-    together = job.calibration is not None and job.calibration.method != "awq"
+    together = job.calibration is not None and job.calibration.traits.together
     return job.options.process_memory is not None and not together
 
 

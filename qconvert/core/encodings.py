@@ -7,8 +7,9 @@ is only named and measured is `Undecoded`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from qconvert.core.dtypes import DType, Shaped, rows_of, width_of
 
@@ -200,6 +201,19 @@ class Undecoded:
 
 Quantized = AffineInt | AffineMin | Codebook
 Encoding = Unquantized | Quantized | GgmlBlocks | Undecoded
+
+
+AnyEncoding = TypeVar("AnyEncoding", bound=Encoding | None)
+identity = id
+"""What tells the encodings of very many tensors apart, as long as these are held: to hash one by its fields
+takes as long as all else. Equal ones may have several, for they may have been made twice.
+"""
+
+
+def by_identity(encodings: Iterable[AnyEncoding]) -> dict[int, AnyEncoding]:
+    """Encodings by their `identity`, each once, in order."""
+    listed = list(encodings)
+    return dict(zip(map(identity, listed), listed, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from qconvert.core.encodings import (
     ModelTensor,
     Undecoded,
     Unquantized,
+    by_identity,
+    identity,
 )
 from qconvert.core.layout_traits import NO_LAYOUT, LayoutTraits
 from qconvert.models import Architecture, Binding, Parameter
@@ -186,16 +188,13 @@ def _gather(
     encodings: Sequence[Encoding | None],
     layout: LayoutTraits = NO_LAYOUT,
 ) -> ParameterTable:
-    """Group columns of tensors, in the order of the model's printed structure; norms, biases, unknown last.
-
-    Encodings are told apart by identity first: to hash one by its fields takes as long as all else.
-    """
+    """Group columns of tensors in the order of the model's structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
-    by_identity = dict(zip(map(id, encodings), encodings, strict=True))
-    counts = Counter(zip(roles, shapes, map(id, encodings), strict=True))
+    known = by_identity(encodings)
+    counts = Counter(zip(roles, shapes, map(identity, encodings), strict=True))
     groups: dict[str, _Alike] = {}
     for ((role, kind), shape, number), many in counts.items():
-        groups.setdefault(_group(role, kind), Counter())[shape, by_identity[number]] += many
+        groups.setdefault(_group(role, kind), Counter())[shape, known[number]] += many
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return ParameterTable(tuple(_row(group, groups[group], layout) for group in ordered))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
-from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Quantized
+from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Quantized, by_identity, identity
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.formats.layouts import registry
 from qconvert.models import Architecture
@@ -179,12 +179,12 @@ class _Output:
     @cached_property
     def encodings(self) -> list[Encoding]:
         """Those of all tensors, each object once."""
-        return _each_once(self.tensors.values())
+        return list(_encodings(self.tensors.values()))
 
     @cached_property
     def quantized(self) -> list[ModelTensor]:
-        codes = {id(each) for each in self.encodings if isinstance(each, Quantized)}
-        return [tensor for tensor in self.tensors.values() if id(tensor.encoding) in codes]
+        codes = {identity(each) for each in self.encodings if isinstance(each, Quantized)}
+        return [tensor for tensor in self.tensors.values() if identity(tensor.encoding) in codes]
 
     @property
     def matrices(self) -> list[ModelTensor]:
@@ -210,10 +210,9 @@ class _Output:
         return {encoding for encoding in self.encodings if isinstance(encoding, AffineInt)}
 
 
-def _each_once(tensors: Iterable[ModelTensor]) -> list[Encoding]:
-    """The encodings of tensors, which may be very many: by identity, which takes no hash of one."""
-    encodings = list(map(_ENCODING, tensors))
-    return list(dict(zip(map(id, encodings), encodings, strict=True)).values())
+def _encodings(tensors: Iterable[ModelTensor]) -> Iterable[Encoding]:
+    """Those of tensors, each object once."""
+    return by_identity(map(_ENCODING, tensors)).values()
 
 
 def mixed_stacks(
@@ -222,7 +221,7 @@ def mixed_stacks(
     """The linears that vLLM and SGLang stack of parts with different encodings: name, and labels of these."""
     for fused in architecture.fused.values():
         found = filter(None, map(tensors.get, map(_NAME, fused.members)))
-        encodings = set(_each_once(found))
+        encodings = set(_encodings(found))
         if len(encodings) > 1:
             yield fused.whole.name, tuple(sorted(encoding.label for encoding in encodings))
 
@@ -231,14 +230,14 @@ def mixed_experts(
     tensors: Mapping[str, ModelTensor], architecture: Architecture
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The layers whose experts, which are multiplied at once, have different encodings: a linear, labels."""
-    if sum(isinstance(encoding, Quantized) for encoding in _each_once(tensors.values())) < 2:
+    if sum(isinstance(encoding, Quantized) for encoding in _encodings(tensors.values())) < 2:
         return
     layers: dict[int | None, dict[int, ModelTensor]] = {}
     for tensor, parameter in zip(tensors.values(), architecture.parameters_in(tensors), strict=True):
         if parameter is None or parameter.param != "weight":
             continue
         if parameter.role.startswith("mlp.experts."):
-            layers.setdefault(parameter.layer, {}).setdefault(id(tensor.encoding), tensor)
+            layers.setdefault(parameter.layer, {}).setdefault(identity(tensor.encoding), tensor)
     for found in layers.values():
         coded = [tensor for tensor in found.values() if isinstance(tensor.encoding, Quantized)]
         encodings = {tensor.encoding for tensor in coded}

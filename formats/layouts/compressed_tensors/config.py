@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from qconvert.core.activations import NO_SCALES, ScalesBeside
 from qconvert.core.dtypes import DType, Json
-from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Quantized
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Quantized, identity
 from qconvert.formats.layouts.scales_beside import FP8_CACHE, FP8_CACHE_SCHEME
 
 NAME = "compressed-tensors"
@@ -54,7 +54,7 @@ def quantization_config(
     beside: list[str] = []
     embeds = False
     for module, encoding in quantized.items():  # once, for the names of half a million are made as they come
-        kinds[id(encoding), bool(scales.inputs) and module in scales.inputs] = encoding
+        kinds[identity(encoding), bool(scales.inputs) and module in scales.inputs] = encoding
         embeds = embeds or "embed" in module
         if not _NUMBER.search(module):
             beside.append(module)
