@@ -19,15 +19,17 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe
+from qconvert.quant.simd import processor
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.blockwise_scores import Logits
 from qconvert.runtime.cpu.byte_products import ByteRows, byte_rows, multiplies_bytes, multiply_byte_rows
 from qconvert.runtime.cpu.packed_weights import MOST_INTEGER_ROWS, PackedGrid
 from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.cpu.scaled_products import codes_and_scales, multiplies_scaled, multiply_scaled
 from qconvert.runtime.cpu.tile_dots import PANEL
 from qconvert.runtime.cpu.tile_products import multiplies_bf16, multiply_bf16
 from qconvert.runtime.linear import Table
-from qconvert.runtime.precision import exact_products
+from qconvert.runtime.precision import exact_products, fast_products
 from qconvert.runtime.storage import DenseWeight, StreamedWeight, widened
 
 _BLOCK_WORDS = 1024
@@ -67,10 +69,9 @@ def rounded_head(head: Table, bits: int) -> AffineIntRows:
 
 def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor:
     """`x W[start:stop]^T`, float32 [N, stop - start], of the numbers as they are, summed in float32."""
-    if isinstance(head, DenseWeight) and not widened(x_NI):
-        w_OI = head.w_OI[start:stop]
-        if multiplies_bf16(x_NI, w_OI):
-            return multiply_bf16(x_NI, w_OI)
+    narrow_NO = None if widened(x_NI) else _multiply_narrow(x_NI, head, start, stop)
+    if narrow_NO is not None:
+        return narrow_NO
     few = len(x_NI) <= MOST_SINGLE_ROWS and x_NI.device.type == "cpu"
     kernels = few or (x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu")
     if kernels and isinstance(head, StreamedWeight) and head.place is not None:
@@ -82,6 +83,28 @@ def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor
         return multiply_few(x_NI, head.part(slice(start, stop)))
     with exact_products():
         return _multiply_blocks(x_NI, head, start, stop)
+
+
+def _multiply_narrow(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor | None:
+    """The same of bfloat16 inputs and numbers, or codes, that are bfloat16, too; None where they are not.
+
+    On processors with AMX by torch, which rounds to bfloat16 what is that already.
+    """
+    tiles = processor.multiplies_tiles()
+    if isinstance(head, DenseWeight) and multiplies_bf16(x_NI, head.w_OI[start:stop]):
+        if not tiles:
+            return multiply_bf16(x_NI, head.w_OI[start:stop])
+        with fast_products():
+            return _multiply_blocks(x_NI.float(), head, start, stop)
+    if not isinstance(head, PackedGrid) or not multiplies_scaled(x_NI, part := head.part(slice(start, stop))):
+        return None
+    if not tiles:
+        return multiply_scaled(x_NI, part)
+    apart = codes_and_scales(part)
+    if apart is None:
+        return None
+    with fast_products():
+        return _multiply_blocks(x_NI.float(), apart[0], 0, stop - start).mul_(apart[1])
 
 
 def logit_blocks(h_ND: Tensor, head: Table, inputs: InputQuantization | None) -> Logits:

@@ -21,8 +21,9 @@ _SETS = {
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "vnni": ("avx512vnni",),
     "bf16": ("avx512bf16",),
+    "amx": ("amx-tile", "amx-bf16"),
 }
-"""Instruction sets that decide how kernels are written, each needing those before it, as LLVM names them."""
+"""Instruction sets that decide how products are made, each needing those before it, as LLVM names them."""
 _ABOVE = {
     "avx2": ("avx512", "avx10", "avxvnni", "avxifma", "avxneconvert", "amx"),
     "avx512": (
@@ -37,6 +38,7 @@ _ABOVE = {
     ),
     "vnni": ("avx512bf16", "avx512fp16", "avx10", "amx"),
     "bf16": ("amx",),
+    "amx": (),
 }
 """How the names of LLVM's features begin that a choice leaves out."""
 
@@ -83,13 +85,18 @@ def is_arm() -> bool:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those sets that decide how kernels are written, the least first: `avx2`, `avx512`, `vnni`, `bf16`."""
+    """Those sets that decide how products are made, the least first: `avx2` to `amx`."""
     return tuple(name for name, features in _SETS.items() if has(*features))
 
 
 def multiplies_bf16() -> bool:
     """Whether kernels multiply bfloat16 numbers without widening them."""
     return has("avx512bf16", "avx512bw")
+
+
+def multiplies_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 numbers (AMX), as torch does and kernels cannot."""
+    return has("amx-tile", "amx-bf16")
 
 
 @lru_cache
@@ -111,5 +118,6 @@ def in_words() -> str:
     sets = ", ".join(instruction_sets()) or ("neon" if is_arm() else "none of " + ", ".join(_SETS))
     integers = "vnni" if has("avx512vnni") else "16-bit pairs"
     floats = "bf16 pairs" if multiplies_bf16() else "float32"
+    floats = "torch's AMX tiles" if multiplies_tiles() else floats
     asked = f"; {VARIABLE}={choose()}" if choose() else ""
     return f"{name}: {sets}; codes by {integers}, bfloat16 by {floats}{asked}"

@@ -29,7 +29,8 @@ from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 _INT4, _TABLE4, _INT6, _INT8, _E4M3, _E5M2 = range(6)
 _LEAST_SHARED = 1 << 18
 """Numbers from which on decoding is shared by threads: a tenth of a millisecond."""
-_KINDS = ("int4", "table4", "int6", "int8", "e4m3", "e5m2")
+KINDS = ("int4", "table4", "int6", "int8", "e4m3", "e5m2")
+"""Of codes, as kernels count them."""
 
 
 class Multipliable(Protocol):
@@ -60,7 +61,7 @@ def decode_rows(args: np.ndarray, kind: str, rows_R: Tensor, out_RI: Tensor) -> 
 
     In float32, then rounded once: the same numbers as those of the reference layout.
     """
-    as_bf16, number = out_RI.dtype == torch.bfloat16, _KINDS.index(kind)
+    as_bf16, number = out_RI.dtype == torch.bfloat16, KINDS.index(kind)
     count, row_bytes, rows = len(rows_R), out_RI.shape[1] * out_RI.element_size(), rows_R.numpy()
     team = ThreadTeam(torch.get_num_threads() if out_RI.numel() >= _LEAST_SHARED else 1)
 
@@ -88,7 +89,7 @@ def _decode(linears, kind, rows, out, as_bf16):  # type: ignore[no-untyped-def]
                     store_f32(own[2].ctypes.data, mins_at(linear, i))
             scale, zero, least = own[0, g % LANES], own[1, g % LANES], own[2, g % LANES]
             for column in range(g * group, min((g + 1) * group, width), LANES):
-                worth = (_codes(linear, kind, row * blocks * BLOCK + column) - zero) * scale
+                worth = (codes_at(linear, kind, row * blocks * BLOCK + column) - zero) * scale
                 if kind == _INT8:
                     worth = worth * linear.factor
                 if linear.mins:
@@ -107,7 +108,7 @@ def _rounded(linear, worth):  # type: ignore[no-untyped-def]
 
 
 @routine
-def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
+def codes_at(linear, kind, at):  # type: ignore[no-untyped-def]
     """What the codes of 16 columns stand for, before zeros and scales; `at` counts columns of blocks."""
     if kind in (_INT4, _TABLE4):
         block, part = at // BLOCK * (BLOCK // 2), at % BLOCK // PART

@@ -80,28 +80,47 @@ def quad_sums(builder: Any, sums: Any, bytes_: Any, codes: Any, *, small: bool =
     return builder.add(sums, builder.add(even, odd))
 
 
-@instructions(types.void, *[types.intp] * 6)
-def float_tile(builder: Any, panel: Any, words: Any, x: Any, x_step: Any, y: Any, y_step: Any) -> Any:
+@instructions(types.void, *[types.intp] * 8)
+def float_tile(
+    builder: Any, panel: Any, words: Any, groups: Any, scales: Any, x: Any, x_step: Any, y: Any, y_step: Any
+) -> Any:
     """`FLOAT_ROWS` rows of bfloat16 input by a panel: products are exact, outputs and sums float32.
 
-    A row has `words` of two numbers each. Only for processors that multiply bfloat16.
+    A row has `groups` of `words` of two numbers each; sums of a group are multiplied by its line of 64
+    float32 `scales`. Only for processors that multiply bfloat16.
     """
     zero = ir.Constant(FLOATS, None)
     held = _held(builder, [zero] * _FLOAT_VECTORS, FLOAT_ROWS)
-    xs = _rows(builder, x, x_step, FLOAT_ROWS)
-    with cgutils.for_range(builder, words) as loop:
-        line = builder.add(panel, times(builder, loop.index, _LINE))
-        pairs = [read(builder, after(builder, line, _VECTOR * v), INTS) for v in range(_FLOAT_VECTORS)]
-        for row, registers in zip(xs, held, strict=True):
-            word = read(builder, builder.add(row, times(builder, loop.index, _WORD)), I32)
-            number = spread(builder, word, INTS)
-            for pair, register in zip(pairs, registers, strict=True):
-                sums = builder.load(register)
-                sums = call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, number, pair)
-                builder.store(sums, register)
+    places = range(0, _VECTOR * _FLOAT_VECTORS, _VECTOR)
+    with cgutils.for_range(builder, groups) as group:
+        skipped = builder.mul(group.index, words)
+        lines = builder.add(panel, times(builder, skipped, _LINE))
+        xs = _rows(builder, builder.add(x, times(builder, skipped, _WORD)), x_step, FLOAT_ROWS)
+        sums = _held(builder, [zero] * _FLOAT_VECTORS, FLOAT_ROWS)
+        with cgutils.for_range(builder, words) as loop:
+            line = builder.add(lines, times(builder, loop.index, _LINE))
+            pairs = [read(builder, after(builder, line, at), INTS) for at in places]
+            for row, registers in zip(xs, sums, strict=True):
+                word = read(builder, builder.add(row, times(builder, loop.index, _WORD)), I32)
+                number = spread(builder, word, INTS)
+                for pair, register in zip(pairs, registers, strict=True):
+                    _store_products(builder, register, number, pair)
+        here = builder.add(scales, times(builder, group.index, _LINE))
+        of_w = [read(builder, after(builder, here, at), FLOATS) for at in places]
+        for registers, totals in zip(sums, held, strict=True):
+            for scale, register, total in zip(of_w, registers, totals, strict=True):
+                more = multiply_add(builder, builder.load(register), scale, builder.load(total))
+                builder.store(more, total)
     for start, registers in zip(_rows(builder, y, y_step, FLOAT_ROWS), held, strict=True):
-        for v, register in enumerate(registers):
-            write(builder, after(builder, start, _VECTOR * v), builder.load(register))
+        for at, register in zip(places, registers, strict=True):
+            write(builder, after(builder, start, at), builder.load(register))
+
+
+def _store_products(builder: Any, register: Any, number: Any, pair: Any) -> None:
+    """Add two products of bfloat16 numbers in each lane to a register."""
+    sums = builder.load(register)
+    sums = call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, number, pair)
+    builder.store(sums, register)
 
 
 def _byte_tile(columns: int, corrected: bool) -> Any:

@@ -8,6 +8,7 @@ G groups of columns.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +23,17 @@ _LAID = 32
 """Columns of bfloat16 that `lay_words` takes."""
 
 
+def fills_tiles(x_NI: Tensor, out: int) -> bool:
+    """Whether the processor multiplies bfloat16 numbers, the input is of them, and products fill tiles."""
+    fits = len(x_NI) >= FLOAT_ROWS and out >= PANEL and x_NI.shape[1] % _LAID == 0
+    narrow = x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu"
+    return fits and narrow and processor.multiplies_bf16()
+
+
 def multiplies_bf16(x_NI: Tensor, w_OI: Tensor) -> bool:
     """Whether `multiply_bf16` computes this product."""
-    fits = len(x_NI) >= FLOAT_ROWS and w_OI.shape[0] >= PANEL and w_OI.shape[1] % _LAID == 0
-    bf16 = x_NI.dtype == w_OI.dtype == torch.bfloat16 and x_NI.device.type == w_OI.device.type == "cpu"
-    return fits and bf16 and w_OI.stride(1) == 1 and processor.multiplies_bf16()
+    narrow = w_OI.dtype == torch.bfloat16 and w_OI.device.type == "cpu" and w_OI.stride(1) == 1
+    return narrow and fills_tiles(x_NI, w_OI.shape[0])
 
 
 def multiply_bf16(x_NI: Tensor, w_OI: Tensor) -> Tensor:
@@ -50,14 +57,20 @@ def multiply_bf16(x_NI: Tensor, w_OI: Tensor) -> Tensor:
 @kernel
 def _multiply_bf16(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # type: ignore[no-untyped-def]
     """This thread's panels of a product; all but counts are byte addresses and sizes."""
-    panels = (rows + PANEL - 1) // PANEL
+    panels, ones = (rows + PANEL - 1) // PANEL, np.ones(PANEL, np.float32)
     for p in range(panels * rank // size, panels * (rank + 1) // size):
         first = min(PANEL * p, rows - PANEL)
         lay_panel(w + w_step * first, w_step, width // 2, panel)
-        for i in range(0, tokens, FLOAT_ROWS):
-            token = min(i, tokens - FLOAT_ROWS)
-            out = y + 4 * (rows * token + first)
-            float_tile(panel, width // 2, x + 2 * width * token, 2 * width, out, 4 * rows)
+        multiply_panel(panel, width, 1, ones.ctypes.data, x, tokens, y + 4 * first, 4 * rows)
+
+
+@routine
+def multiply_panel(panel, width, groups, scales, x, tokens, y, y_step):  # type: ignore[no-untyped-def]
+    """Products of all tokens with a panel of bfloat16 numbers, whose groups of columns have scales."""
+    for i in range(0, tokens, FLOAT_ROWS):
+        token = min(i, tokens - FLOAT_ROWS)
+        row, out = x + 2 * width * token, y + y_step * token
+        float_tile(panel, width // 2 // groups, groups, scales, row, 2 * width, out, y_step)
 
 
 @routine
