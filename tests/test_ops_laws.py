@@ -15,6 +15,7 @@ from qconvert.core.row_transforms import RowTransform
 from qconvert.core.values import AffineIntRows, DenseRows, GgmlRows
 from qconvert.ops import (
     Cast,
+    CastIntegers,
     ChangeNumbers,
     CheckFinite,
     Dequantize,
@@ -137,6 +138,21 @@ def test_a_cast_calls_itself_exact_just_where_it_can_be_undone(source: Unquantiz
     assert isinstance(value, DenseRows)
     back, _ = Cast(source.dtype).apply(Cast(dtype).apply(value)[0])
     assert same(back, value) == (Cast(dtype).certificate(source) == "exact")
+
+
+def test_integers_go_into_32_bits_and_back() -> None:
+    """Those of 64 bits as far as they fit; other numbers pass."""
+    whole = DenseRows(np.array([[0, -1, 2**31 - 1, -(2**31)]]), DType.I64)
+    narrow, found = CastIntegers(DType.I32).apply(whole)
+    assert encoding_of(narrow) == Unquantized(DType.I32) and found.overflow == 0
+    back = CastIntegers(DType.I32).inverse()
+    assert same(back.apply(narrow)[0], whole) and back.inverse() == CastIntegers(DType.I32)
+    beyond = DenseRows(np.array([[2**31, -(2**31) - 1, 5]]), DType.I64)
+    assert CastIntegers(DType.I32).apply(beyond)[1].overflow == 2
+    for encoding in ENCODINGS:
+        value = value_of(encoding)
+        assert CastIntegers(DType.I32).apply(value)[0] is value
+        assert CastIntegers(DType.I32).infer(encoding) == encoding
 
 
 def test_a_cast_leaves_everything_else_as_it_is() -> None:
@@ -288,6 +304,7 @@ def test_what_float16_is_too_narrow_for_is_counted() -> None:
         (RowTransform("plus_one"), ChangeNumbers("plus_one")),
         (RowTransform("unit_rows"), ChangeNumbers("unit_rows")),
         (RowTransform("minus_exp"), ChangeNumbers("minus_exp")),
+        (RowTransform("int32"), CastIntegers(DType.I32)),
     ],
 )
 def test_every_transform_of_a_gguf_family_has_its_operation(transform: RowTransform, made: Op) -> None:

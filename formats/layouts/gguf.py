@@ -46,6 +46,8 @@ class Stretch:
     @property
     def encoding_back(self) -> Encoding:
         """The encoding of the rows when the step is undone."""
+        if self.step is not None and self.step.change == "int32":
+            return Unquantized(DType.I64)
         plain = isinstance(self.encoding, Unquantized)
         keeps = _MOVES_NUMBERS if plain else _MOVES_ROWS
         if self.step is not None and self.step.change not in keeps:

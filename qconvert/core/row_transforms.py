@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 TransformKind = Literal[
-    "interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose", "scale", "swap_groups"
+    "interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose", "scale", "swap_groups", "int32"
 ]
 
 

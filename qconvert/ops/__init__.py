@@ -2,7 +2,7 @@
 
 from qconvert.ops.base import Certificate, Finding, Op, Order, OutputError
 from qconvert.ops.encode import EncodeBlocks, EncodeTable, NestScales, Quantize
-from qconvert.ops.numbers import Cast, ChangeNumbers, CheckFinite, Dequantize, Scale
+from qconvert.ops.numbers import Cast, CastIntegers, ChangeNumbers, CheckFinite, Dequantize, Scale
 from qconvert.ops.rows import (
     InterleaveHalves,
     InterleaveMembers,
@@ -17,6 +17,7 @@ from qconvert.ops.transcode import Transcode
 
 __all__ = [
     "Cast",
+    "CastIntegers",
     "Certificate",
     "ChangeNumbers",
     "CheckFinite",

@@ -62,6 +62,29 @@ class Cast(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class CastIntegers(Op):
+    """Store 64-bit integers in 32 bits, or those in 64 again; what is not an integer passes through."""
+
+    dtype: DType
+    keeps_rows: ClassVar[bool] = True
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        whole = isinstance(encoding, Unquantized) and encoding.dtype in (DType.I32, DType.I64)
+        return Unquantized(self.dtype) if whole else encoding
+
+    def inverse(self) -> Op:
+        return CastIntegers(DType.I32 if self.dtype is DType.I64 else DType.I64)
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        from qconvert.quant.casts import cast_integers
+
+        if not isinstance(value, DenseRows) or value.dtype not in (DType.I32, DType.I64):
+            return value, CLEAN
+        made, overflow = cast_integers(value, self.dtype)
+        return made, Finding(overflow=overflow)
+
+
+@dataclass(frozen=True, slots=True)
 class Dequantize(Op):
     """Compute the numbers of a quantized tensor, rounded as its format asks (`quant.dequantize.numbers`)."""
 

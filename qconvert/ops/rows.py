@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Encoding
 from qconvert.core.row_transforms import RowTransform
 from qconvert.core.statistics import RowStatistics
 from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.ops.base import CLEAN, Finding, Op, Order
-from qconvert.ops.numbers import ChangeNumbers, Scale
+from qconvert.ops.numbers import CastIntegers, ChangeNumbers, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,5 +169,7 @@ def op_of(transform: RowTransform, width: int) -> Op:
             return Scale(transform.factor)
         case "swap_groups":
             return SwapGroups(*transform.groups)
+        case "int32":
+            return CastIntegers(DType.I32)
         case _:
             return ChangeNumbers(transform.change)

@@ -64,6 +64,13 @@ def cast(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
     return DenseRows(rows_RI, dtype), overflow
 
 
+def cast_integers(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
+    """Returns the block in another integer dtype, and how many of its numbers that cannot hold."""
+    limits = np.iinfo(dtype.carrier)
+    beyond = np.count_nonzero((block.rows_RI < limits.min) | (block.rows_RI > limits.max))
+    return DenseRows(block.rows_RI.astype(dtype.carrier), dtype), int(beyond)
+
+
 def as_kernels_read(block: DenseRows) -> tuple[np.ndarray, int]:
     """Returns the rows, contiguous and in a dtype that `lanes.load` widens to float32 (float16 as the int16
     of its bits), and how many numbers of a float64 block exceed float32.

@@ -156,9 +156,15 @@ def compression(config: Json, layer: int) -> int:
     return ratios[layer]
 
 
+def _is_hashed(config: Json, layer: int) -> bool:
+    """Returns whether a table, not a router, chooses the experts: stated by layer, or of the first ones."""
+    kind = c.entry(config, "mlp_layer_types", layer)
+    return layer < count(config, "num_hash_layers") if kind is None else kind == "hash_moe"
+
+
 def v4_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns DeepSeek-V4's dimensions; overlapping windows of 4 positions make two halves of rows."""
-    ratio, hashed = compression(config, layer), layer < count(config, "num_hash_layers")
+    ratio, hashed = compression(config, layer), _is_hashed(config, layer)
     attention = c.attention_dimensions(config)
     heads, width, experts = (
         attention["q_rows"],

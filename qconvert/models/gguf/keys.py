@@ -280,7 +280,7 @@ ROPES = ("default", "linear", "yarn")
 
 def rope_kinds(*known: str) -> Keys:
     """The base and scaling of the rotary embedding, of these kinds: UnsupportedModel for any other."""
-    return Keys(lambda facts: _rope(facts, known), read_rope)
+    return Keys(lambda facts: rope_entries(facts, rope_of(facts), known), read_rope)
 
 
 def read_rope(file: Metadata) -> Json:
@@ -309,8 +309,8 @@ _YARN = (
 )
 
 
-def _rope(facts: Facts, known: Sequence[str]) -> Iterator[KV]:
-    found = rope_of(facts)
+def rope_entries(facts: Facts, found: Json, known: Sequence[str] = ROPES) -> Iterator[KV]:
+    """Yields the scaling and the base of a rotary embedding, whose parameters are `found`."""
     kind = found["rope_type"]
     if kind not in known:
         raise UnsupportedModel(

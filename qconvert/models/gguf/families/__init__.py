@@ -37,6 +37,7 @@ from qconvert.models.gguf.declaration import Facts, GGUFModel, NoGraph, refuse_o
 from qconvert.models.gguf.families import (
     deepseek,
     deepseek_sparse,
+    deepseek_v4,
     encoders,
     fused,
     gemma,
@@ -69,6 +70,7 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **deepseek_sparse.MODELS,
     **minicpm.MODELS,
     **mimo.MODELS,
+    **deepseek_v4.MODELS,
     **kimi_linear.MODELS,
     **minimax.MODELS,
     **nemotron.MODELS,

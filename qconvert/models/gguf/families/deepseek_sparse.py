@@ -14,7 +14,7 @@ from qconvert.models.gguf.declaration import Facts, Written, read_by
 from qconvert.models.gguf.families.deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, low_rank_queries
 from qconvert.models.gguf.metadata import Metadata
 
-_INDEXER = k.together(
+INDEXER_KEYS = k.together(
     k.size("attention.indexer.head_count", "index_n_heads"),
     k.size("attention.indexer.key_length", "index_head_dim"),
     k.size("attention.indexer.top_k", "index_topk"),
@@ -39,7 +39,7 @@ def _rotated_heads(facts: Facts) -> str | None:
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     arch="deepseek32",
-    late=(*DEEPSEEK_V3.late, _INDEXER),
+    late=(*DEEPSEEK_V3.late, INDEXER_KEYS),
     defaults={**DEEPSEEK_V3.defaults, "max_position_embeddings": 163840, "index_topk": 2048},
     roles={
         **DEEPSEEK_V3.roles,
