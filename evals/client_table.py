@@ -11,7 +11,9 @@ OTHER_NUMBERS = 0.5
 
 Inputs of experts that one side alone rounds to FP8 make 0.1; random weights were seen to make 3.
 """
-LACKING = frozenset({"a llama.cpp that has the type Q2_0", "gptqmodel's ExLlamaV2 on CUDA"})
+LACKING = frozenset(
+    {"a llama.cpp that has the type Q2_0", "gptqmodel's ExLlamaV2 on CUDA", "mslk", "--dtype float32"}
+)
 """What `check` says that clients need beside them, and those that were run did not have."""
 AMX = "a CPU with AMX"
 """What some machines lack: then their rows name it."""

@@ -28,7 +28,7 @@ SMALL = {
 
 # Of gpt-oss's stacks alone; and what needs other tools than the clients have, which
 # tests/test_layouts_by_others.py and tests/test_fp8_kinds.py load.
-LOADED_ELSEWHERE = {"mxfp4", "hqq", "quark", "fbgemm_fp8", "torchao"}
+LOADED_ELSEWHERE = {"mxfp4", "hqq", "fbgemm_fp8"}
 
 
 def test_the_page_is_made_of_the_figures() -> None:

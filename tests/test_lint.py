@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from qconvert.check.loader_rules import lint
 from qconvert.check.subject import ERROR, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.cli.check import LOADERS as SPELLED
 from qconvert.core.activations import Products
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Unquantized
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Encoding, ModelTensor, Unquantized
 from qconvert.core.layout_traits import LOADERS
 from qconvert.models import Architecture
 from tests.commands import made, qconvert
@@ -417,6 +419,10 @@ def test_the_command_ends_with_one_of_three_answers(tmp_path: Path) -> None:
         (TENSOR, {}, "no kernel for e4m3-tensor on a CPU"),
         (replace(TENSOR, group_rows=1), {}, None),
         (Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16), {}, "no kernel for e2m1-g32 on a CPU"),
+        (AffineInt(8, 32, True, DType.BF16), {"layout": "torchao"}, None),
+        (TENSOR, {"layout": "torchao"}, None),
+        (Codebook("nf4", 64, DType.F32, DType.BF16), {"layout": "bitsandbytes"}, "with the package vllm-bnb"),
+        (AffineMin(4, 32, DType.BF16, "middle"), {"layout": "torchao"}, "no kernel for middle4-g32 on a CPU"),
     ],
 )
 def test_what_vllm_has_kernels_for_on_a_cpu(
@@ -426,3 +432,35 @@ def test_what_vllm_has_kernels_for_on_a_cpu(
     found = [p.fact for p in lint(replace(made, device="cpu", **how)) if p.severity in (ERROR, NEEDS)]  # type: ignore[arg-type]
     assert found == [] if fact is None else fact in found[0]
     assert not any("CPU" in p.fact for p in lint(replace(made, **how)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "array", "code", "does"),
+    [
+        ("compressed-tensors", "weight_scale", 0, "warning: {}, and quantizes them again"),
+        ("torchao", "_weight_scale", 3, "error: {}, and takes one scale for all"),
+    ],
+)
+def test_parts_with_scales_of_their_own_are_named_where_scales_can_be_read(
+    layout: str, array: str, code: int, does: str, tmp_path: Path
+) -> None:
+    """What is written here has one for those that loaders stack. vLLM quantizes others again; of torchao's it
+    computed all rows of a stack with the scale of one part.
+    """
+    asked = ("--to", layout, "--scheme", "fp8-tensor")
+    out = made("convert", tiny(tmp_path / "m"), *asked, "-o", tmp_path / "out")
+    ran = qconvert("check", out, "--for", "vllm")
+    assert ran.code == 0 and "stacks its" not in ran.out
+    with safe_open(out / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    arrays = load_file(out / "model.safetensors")
+    key, query = (f"model.layers.1.self_attn.{each}_proj.{array}" for each in "kq")
+    arrays[key] *= 2
+    save_file(arrays, out / "model.safetensors", metadata)
+    ran = qconvert("check", out, "--for", "vllm")
+    between = f"{float(arrays[query]):.3g} to {float(arrays[key]):.3g}"
+    stack = f"model.layers.1.self_attn.qkv_proj.weight: vllm stacks its 3 parts, whose scales are {between}"
+    said = [line for line in ran.out.splitlines() if "stacks its" in line]
+    assert (ran.code, said) == (code, [does.format(stack)])
+    bare = subject({"_proj.weight": TENSOR}, layout=layout)
+    assert any("unless they have one scale" in problem.fact for problem in lint(bare))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,8 @@ def test_what_a_loader_makes_of_a_layout(
         (ASYM, "awq", "mlx", "finds no module for experts in AWQ"),
         (ASYM, "awq", "transformers", "does not load experts in awq: they are left with random numbers"),
         (INT4, "gptq", "transformers", "does not load experts in gptq"),
+        (INT4, "quark", "transformers", "does not load experts in quark"),
+        (INT8, "torchao", "vllm", "does not load experts in torchao"),
         (INT8, "int-quantized", "transformers", "does not load experts in int-quantized"),
         (FP8, "compressed-tensors", "transformers", "does not load experts in blocks of FP8"),
         (NVFP4, "compressed-tensors", "transformers", "leaves out the tensor's scale of experts in NVFP4"),
@@ -82,6 +85,19 @@ def test_experts_that_a_loader_does_not_run(encoding: Quantized, layout: str, lo
     tensors = {part: ModelTensor(part, (24, 32), encoding)}
     assert found(Subject(tensors, Architecture.of(ROWS["qwen3-moe"].config), layout, loader), fact) == {ERROR}
     assert not found(subject({"_proj.weight": encoding}, layout=layout, loader=loader), fact)
+
+
+@pytest.mark.parametrize("encoding", [INT8, E4M3])
+def test_vllm_loads_torchao_in_the_type_it_computes_in_and_with_a_plain_head(encoding: Quantized) -> None:
+    """vLLM 0.32 with torchao 0.18: it stopped at both, and computed float32 as it is when told to."""
+    wide = {"scale_dtype": DType.F32} if isinstance(encoding, AffineInt) else {"decoded": DType.F32}
+    fact = "does not load torchao's float32"
+    s = subject({"_proj.weight": replace(encoding, **wide)}, layout="torchao")  # type: ignore[arg-type]
+    assert found(s, fact) == {NEEDS}
+    assert not found(subject({"_proj.weight": encoding}, layout="torchao"), fact)
+    head = "keeps the head plain in torchao"
+    assert found(subject({"lm_head.weight": encoding}, layout="torchao", tied=False), head) == {ERROR}
+    assert not found(subject({"_proj.weight": encoding}, layout="torchao"), head)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from qconvert.formats.io import limits
 from tests.commands import made, qconvert
 from tests.foreign_layouts import FOLDER, LINEARS, int4_numbers, model
 from tests.gguf_families import random_model
@@ -69,3 +70,28 @@ def test_transformers_loads_what_is_written_for_torchao(scheme: str, kind: str, 
     if kind != "Int4Tensor":
         found = loaded(torch.arange(12)[None] * 5 % 64).logits.float()
         torch.testing.assert_close(found, logits(out), rtol=0, atol=0.03)
+
+
+def test_what_two_schemes_leave_out_is_the_one_of_most_linears(tmp_path: Path) -> None:
+    """vLLM looks up the names of its stacks, `qkv_proj`, which no file has."""
+    asked = ("--scheme", "int8-channel", "--rule", "down_proj=int4-channel")
+    out = made("quantize", model(tmp_path / "m"), "--layout", "torchao", *asked, "-o", tmp_path / "out")
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]["quant_type"]["default"]
+    kinds = {
+        name: each["_data"]["weight_dtype"]["_data"]
+        for name, each in settings["_data"]["fqn_to_config"].items()
+    }
+    assert kinds.pop("_default") == "int8"
+    assert kinds == {base: "int4" if "down_proj" in base else "int8" for base in LINEARS}
+
+
+def test_more_tensors_than_headers_are_read_of_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header of every file names all of them: 20,000 linears of an expert's size are 9 MB in each."""
+    source, words = model(tmp_path / "m"), ("--layout", "torchao", "--scheme", "int8-channel", "--dry-run")
+    monkeypatch.setattr(limits, "METADATA_KEYS", 14)
+    ran = qconvert("quantize", source, *words)
+    assert ran.code == 1 and " 15 metadata in " in ran.err and "write another layout" in ran.err
+    monkeypatch.setattr(limits, "METADATA_KEYS", 15)
+    assert qconvert("quantize", source, *words).code == 0

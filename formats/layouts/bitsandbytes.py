@@ -66,6 +66,7 @@ TRAITS = LayoutTraits(
     default_codebook=True,
     experts="apart",
     readers=("vllm", "sglang", "transformers"),
+    own_kernels=True,
     loads="transformers with bitsandbytes, and vLLM, load",
     limits=(
         with_packages("vllm", "vllm-bnb-plugin"),  # since 0.28 (vllm#43529)

@@ -71,6 +71,13 @@ TRAITS = LayoutTraits(
             lambda e: isinstance(e, AffineInt) and e.bits == _BITS,
         ),
         with_packages("transformers", "amd-quark"),
+        LoaderLimit(
+            ("transformers",),
+            "error",
+            "{loader} does not load experts in {layout}: it stops, or leaves them with random numbers",
+            "`qconvert convert --to compressed-tensors`, or serve with vLLM",
+            about="experts",
+        ),
         PLAIN_HEAD,
     ),
 )

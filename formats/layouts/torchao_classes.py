@@ -7,6 +7,7 @@ Sources: torchao 0.18 (`prototype/safetensors`, `core/config.py`), transformers 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from qconvert.core.dtypes import DType, Json
@@ -71,6 +72,8 @@ def quantization_config(quantized: Mapping[str, Quantized], kept: list[str]) -> 
     configs = {module: said[encoding] for module, encoding in quantized.items()}
     first = next(iter(configs.values()))
     if any(config != first for config in configs.values()):
+        most = Counter(quantized.values()).most_common(1)[0][0]
+        configs["_default"] = said[most]  # of what vLLM stacks: it looks the stack's name up
         each = {"fqn_to_config": configs, "module_fqn_to_config": configs}
         first = {"_type": "FqnToConfig", "_version": 1, "_data": each}
     return {

@@ -10,9 +10,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, Problem, Subject
+from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import (
+    AffineInt,
+    AffineMin,
+    Codebook,
+    Encoding,
+    ModelTensor,
+    Quantized,
+    Unquantized,
+)
 from qconvert.plan.loader_notices import mixed_experts
 
 _DEQUANTIZING = "CompressedTensorsConfig(dequantize=True)"
@@ -118,17 +126,33 @@ def _requantized(s: Subject) -> Iterator[Problem]:
     if s.loader != "vllm":
         return
     for entry in s.architecture.fused.values():
-        parts = [s.tensors[part.name].encoding for part in entry.members if part.name in s.tensors]
-        apart = [e for e in parts if isinstance(e, Codebook) and e.table == "e4m3" and e.group_rows is None]
-        if len(apart) > 1 and not entry.fusion.per_expert:
-            fact = f"vllm stacks its {len(apart)} parts, and quantizes them again unless they have one scale"
-            yield Problem(NOTE, entry.whole.name, fact)
+        parts = filter(None, (s.tensors.get(part.name) for part in entry.members))
+        apart = [tensor for tensor in parts if _has_one_scale(tensor.encoding)]
+        if len(apart) < 2 or entry.fusion.per_expert:
+            continue
+        name, stacks = entry.whole.name, f"vllm stacks its {len(apart)} parts"
+        does = "takes one scale for all" if s.traits.own_kernels else "quantizes them again"
+        if s.scale_of is None:
+            yield Problem(NOTE, name, f"{stacks}, and {does} unless they have one scale")
+            continue
+        scales = set(map(s.scale_of, apart))
+        if len(scales) > 1:
+            fact = f"{stacks}, whose scales are {min(scales):.3g} to {max(scales):.3g}, and {does}"
+            yield Problem(ERROR if s.traits.own_kernels else WARNING, name, fact, _ONE_SCALE)
+
+
+_ONE_SCALE = "convert the 16-bit model with --scheme fp8-tensor, which writes one scale for them"
+
+
+def _has_one_scale(encoding: Encoding) -> bool:
+    return isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.group_rows is None
 
 
 def _cpu_kernels(s: Subject) -> Iterator[Problem]:
     """What vLLM's build for CPUs multiplies: int4, int8 with int8 inputs, and FP8 with a scale per row.
 
-    With AMX also FP8 in blocks of 128 columns by a multiple of 32 rows (`kernels/linear/scaled_mm/cpu.py`).
+    With AMX also FP8 in blocks of 128 columns by a multiple of 32 rows (`kernels/linear/scaled_mm/cpu.py`);
+    and what torchao and bitsandbytes multiply.
     """
     if s.loader != "vllm" or s.device != "cpu":
         return
@@ -145,6 +169,8 @@ def _cpu_kernels(s: Subject) -> Iterator[Problem]:
             if _experts_with_tiles(encoding, eight_bit_inputs=eight_bit_inputs):
                 yield _with_tiles(tensor, what)
                 continue
+        elif s.traits.own_kernels and not isinstance(encoding, AffineMin):
+            continue
         elif isinstance(encoding, AffineInt):
             if encoding.bits == 4 or (encoding.bits == 8 and eight_bit_inputs):
                 continue

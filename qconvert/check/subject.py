@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.core.activations import Products
@@ -39,7 +39,8 @@ class Subject:
     tensors that the architecture does not declare; `products` what config.json makes loaders multiply;
     `device` is "cuda" or "cpu"; `code` are the model's own Python files, `missing_code` those that a config
     names and the folder lacks; `file` is the name of the folder, or of the GGUF file; `own_traits` is what is
-    said of this checkpoint's form of the layout, where that has several.
+    said of this checkpoint's form of the layout, where that has several; `scale_of` reads the scale of a
+    tensor that has one, where weights are there.
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -56,6 +57,7 @@ class Subject:
     missing_code: tuple[str, ...] = ()
     file: str = "model"
     own_traits: LayoutTraits | None = None
+    scale_of: Callable[[ModelTensor], float] | None = None
 
     @property
     def traits(self) -> LayoutTraits:

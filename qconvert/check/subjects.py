@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from qconvert.check.subject import Subject
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.checkpoint.products import products_of
 from qconvert.convert.job import Job
+from qconvert.core.encodings import ModelTensor
+from qconvert.core.protocols import Reader
+from qconvert.core.values import CodebookRows
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.config_checks import dtype_of
 from qconvert.formats.tokenizers.huggingface_files import read_tokenizer_json
@@ -34,7 +38,17 @@ def subject_of(checkpoint: Checkpoint, loader: str, tp: int = 1, device: str = "
         checkpoint.files.sidecars.missing,
         checkpoint.path.name,
         checkpoint.layout.traits if checkpoint.layout.name == layout else None,
+        partial(_scale, checkpoint.reader) if checkpoint.files.has_weights else None,
     )
+
+
+def _scale(reader: Reader, tensor: ModelTensor) -> float:
+    """The scale of a tensor that has one."""
+    from qconvert.quant.dequantize import group_scales
+
+    value = reader.read(tensor, 0, 1)
+    assert isinstance(value, CodebookRows)
+    return float(group_scales(value).flat[0])
 
 
 def planned_subject(job: Job, loader: str) -> Subject:

@@ -191,7 +191,8 @@ class LayoutTraits:
     Loaders. `readers` read it; `first_choice_of` lists those for which it is the layout to convert to;
     `stack_readers` those that take quantized stacks of experts; `ollama_decodes` is the table of the numbers
     that `ollama create` decodes to 16 bits, FP8 in blocks alone. `marlin` says that vLLM and SGLang run its
-    integers with Marlin kernels, and compute scales in the model's dtype. `packed_zero_points` cannot be
+    integers with Marlin kernels, and compute scales in the model's dtype; `own_kernels` that in vLLM the
+    layout's library multiplies linears, on any device but for packed minimums. `packed_zero_points` cannot be
     unpacked by transformers; loaders of `one_setting` read one for all linears of the layers, whatever else
     the config says. `method` is how the tool that it is named after chooses codes. `loads` begins the
     sentence of a model card, `serve` a command that serves a folder; `limits` are for `qconvert check`.
@@ -221,6 +222,7 @@ class LayoutTraits:
     stack_readers: tuple[str, ...] = ()
     ollama_decodes: str = ""
     marlin: bool = False
+    own_kernels: bool = False
     packed_zero_points: bool = False
     one_setting: tuple[str, ...] = ()
     method: str = ""
