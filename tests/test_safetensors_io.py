@@ -304,6 +304,26 @@ def test_an_index_lists_the_shards(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[name], rows)
 
 
+def test_headers_that_no_reader_takes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """The library's bound is 100 MB; a shard less than that is read by it."""
+    specs = [TensorSpec(f"t{i}", DType.U8, (1,)) for i in range(2)]
+    longest = 100_000_000 - len(
+        '{"__metadata__":{"k":""},"t0":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    )
+    plan_files(specs[:1], metadata={"k": "x" * longest})
+    with pytest.raises(UnsupportedModel, match=r"a file of 2 tensors would have 100,000,0\d\d bytes"):
+        plan_files(specs, metadata={"k": "x" * longest})
+    with pytest.raises(UnsupportedModel, match="1 metadata in 100,000,001 bytes"):
+        plan_files(specs, metadata={"k": "x" * 100_000_000})
+    many = {f"k{i}": "" for i in range((1 << 16) + 1)}
+    with pytest.raises(UnsupportedModel, match=r"65,537 metadata in .* 65,536 in 100,000,000 bytes are read"):
+        plan_files(specs, metadata=many)
+    files = plan_files(specs[:1], metadata={"k": "x" * longest})
+    path = tmp_path / files[0].name
+    path.write_bytes(b"".join(files[0].head_parts()) + b"\0")
+    assert safetensors.numpy.load_file(path)["t0"].tolist() == [0]
+
+
 def test_an_empty_model_is_one_empty_file(tmp_path: Path) -> None:
     assert write_ours(tmp_path, []) == ["model.safetensors"]
     assert safetensors.numpy.load_file(tmp_path / "model.safetensors") == {}

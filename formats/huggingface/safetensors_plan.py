@@ -17,6 +17,7 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 from operator import itemgetter
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.errors import UnsupportedModel
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, METADATA_KEY, SINGLE_FILE
 from qconvert.formats.io import limits
 from qconvert.formats.io.array_table import ArrayTable, Kind, Parts
@@ -57,13 +58,16 @@ def plan_arrays(
 ) -> tuple[FilePlan, ...]:
     """Does the same for tensors by name and what is said of their arrays, whose names begin with it.
 
-    That takes less time and memory than the specs of the arrays.
+    That takes less time and memory than the specs of the arrays. Raises UnsupportedModel for headers that no
+    reader takes.
     """
+    _check_metadata(metadata or {})
     forms = _Forms()
     laid_out, escaped = list[ArrayTable](), False
     for shard in _shards(tensors, forms, shard_size):
         table, unusual = _laid_out(shard, forms), _is_escaped(shard, forms)
         length = _header_bytes(table, metadata, escaped=unusual)
+        _check_header(length, len(table))
         table.start = 8 + length + -length % 8
         laid_out.append(table)
         escaped = escaped or unusual
@@ -80,6 +84,28 @@ def plan_arrays(
         nbytes = _index_bytes(tables, total_parameters, escaped=escaped)
         files.append(FilePlan(INDEX_FILE, index, ArrayTable(), nbytes))
     return tuple(files)
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise UnsupportedModel for more metadata than are read, here or by the library; each file has all."""
+    most = limits.SAFETENSORS_HEADER_BYTES
+    nbytes = sum(map(len, chain(metadata, metadata.values())))
+    if len(metadata) > limits.METADATA_KEYS or nbytes > most:
+        raise UnsupportedModel(
+            f"{SINGLE_FILE}: the header of every file would have {len(metadata):,} metadata in {nbytes:,} "
+            f"bytes, and {limits.METADATA_KEYS:,} in {most:,} bytes are read",
+            "write another layout: compressed-tensors says in config.json how weights are stored",
+        )
+
+
+def _check_header(nbytes: int, tensors: int) -> None:
+    """Raise UnsupportedModel for a header that the library does not read."""
+    if nbytes > limits.SAFETENSORS_HEADER_BYTES:
+        raise UnsupportedModel(
+            f"{SINGLE_FILE}: the header of a file of {tensors:,} tensors would have {nbytes:,} bytes, and "
+            f"{limits.SAFETENSORS_HEADER_BYTES:,} are read",
+            "--shard-size 5GB writes several files, of fewer tensors each",
+        )
 
 
 @dataclass(slots=True)
