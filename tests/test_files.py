@@ -17,6 +17,7 @@ from qconvert.formats.io.local_file import (
     create,
     octets,
     open_regular,
+    read_all_exactly,
     read_exactly,
     require_free_disk,
     write_exactly,
@@ -105,6 +106,35 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
     read_exactly(fd, memoryview(read), 0, "file")
     os.close(fd)
     assert read == bytes(range(100))
+
+
+@pytest.mark.parametrize("most", [7, 30, 1000])
+def test_parts_that_lie_side_by_side_are_read_in_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """However little a call gives; what is not there is an error that says where."""
+    calls, pread = [], os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], at: int) -> int:
+        calls.append(at)
+        left, some = most, []
+        for buffer in buffers:
+            some.append(buffer[:left])
+            left -= len(some[-1])
+        return pread(fd, some, at)
+
+    fd = create(tmp_path / "file", 100)
+    write_exactly(fd, memoryview(bytes(range(100))), 0, "file")
+    monkeypatch.setattr(os, "preadv", preadv)
+    places = [(0, 10), (10, 0), (10, 30), (50, 20), (70, 30)]
+    buffers = [bytearray(nbytes) for _, nbytes in places]
+    parts = [(offset, memoryview(buffer)) for (offset, _), buffer in zip(places, buffers, strict=True)]
+    read_all_exactly(fd, parts, "file")
+    assert buffers == [bytes(range(offset, offset + nbytes)) for offset, nbytes in places]
+    assert (calls == [0, 50]) == (most == 1000)
+    with pytest.raises(CorruptCheckpoint, match="file: ends at byte 100, 5 bytes short"):
+        read_all_exactly(fd, [(90, memoryview(bytearray(8))), (98, memoryview(bytearray(7)))], "file")
+    os.close(fd)
 
 
 def test_the_bytes_of_an_empty_array_are_none() -> None:

@@ -28,6 +28,7 @@ from qconvert.core.encodings import (
     Quantized,
     Unquantized,
 )
+from qconvert.core.values import DenseRows, stack_rows
 from qconvert.errors import CorruptCheckpoint, QConvertError
 from qconvert.formats.huggingface import plain_json, safetensors_file, shard_index
 from qconvert.formats.huggingface.folder import HFCheckpoint
@@ -64,7 +65,9 @@ def test_a_table_is_a_mapping_of_specs_with_offsets() -> None:
         offset += spec.nbytes
     assert dict(table) == dict(table.items()) == {name: spec for name, (spec, _) in plain.items()}
     assert dict(table.offsets) == {name: at for name, (_, at) in plain.items()}
-    assert list(table.values()) == SPECS and list(table.places()) == list(plain.values())
+    assert list(table.values()) == SPECS
+    places = [(name, form.nbytes, offset) for name, form, offset in table.places()]
+    assert places == [(name, spec.nbytes, at) for name, (spec, at) in plain.items()]
     assert len(table.kinds) == 4 and table.nbytes == offset and "layers" not in table
 
 
@@ -213,6 +216,29 @@ def test_blocks_come_in_the_order_of_the_bytes(tmp_path: Path, monkeypatch: pyte
     assert max(before - begin for before, begin in pairwise(begins)) < 400_000  # two experts
 
 
+def test_tensors_read_together_are_those_read_alone(tmp_path: Path) -> None:
+    """Plain and quantized ones, of two files, in any order; the plain ones without a read of their own."""
+    source = made("quantize", "embedded", "--bits", "4", "--shard-size", "2MB", "-o", tmp_path / "int4")
+    checkpoint = open_model(str(source)).checkpoint
+    assert len(checkpoint.files.files) > 1
+    kinds: dict[object, list[ModelTensor]] = {}
+    for tensor in checkpoint.tensors.values():
+        kinds.setdefault((tensor.shape, tensor.encoding), []).insert(0, tensor)
+    values = checkpoint.reader.read_stacked(list(kinds.values()))
+    assert len(values) == len(kinds) > 5 and any(isinstance(each, DenseRows) for each in values)
+    for tensors, value in zip(kinds.values(), values, strict=True):
+        alone = stack_rows([checkpoint.reader.read(each, 0, each.rows) for each in tensors])
+        for stacked, array in zip(value.arrays, alone.arrays, strict=True):
+            np.testing.assert_array_equal(stacked, array)
+
+
+def test_units_of_a_kind_are_counted(experts: Path) -> None:
+    job = prepare(open_model(str(experts)), Request("quantize", Recipe()), library.RunOptions())
+    kinds = job.compiled.plan.kinds
+    assert sum(count for _, count in kinds) == len(job.compiled.plan.units) > 2000 > 20 > len(kinds)
+    assert {unit.output.shape for unit, _ in kinds} == {u.output.shape for u in job.compiled.plan.units}
+
+
 def entry(name: str, begin: object, end: object, said: str = '"dtype":"F32","shape":[2,2]') -> str:
     return f'"{name}":{{{said},"data_offsets":[{begin},{end}]}}'
 
@@ -256,7 +282,8 @@ def test_a_scanned_header_is_what_the_strict_parser_reads(text: str) -> None:
             patch.setattr(safetensors_file, "scan_header", scan)
             try:
                 header = safetensors_file.parse_header(raw, Path("f"), 8 + len(raw) + 32)
-                found.append((list(header.specs.places()), header.metadata, header.header_sha256))
+                places = list(header.specs.values()), list(header.specs.places())
+                found.append((places, header.metadata, header.header_sha256))
             except QConvertError as error:
                 found.append((str(error), error.hint))
     assert found[0] == found[1]

@@ -85,7 +85,7 @@ def test_counts() -> None:
     [
         (
             "gguf",
-            ["Checkpoint.bind", "compile_request", "make_batch", "read_exactly", "FileSink.write", "verify"],
+            ["Checkpoint.bind", "compile_request", "make_batch", "read_stacked", "FileSink.write", "verify"],
         ),
         (
             "int4",

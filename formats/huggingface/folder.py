@@ -7,8 +7,9 @@ read on opening, and nothing is ever unpickled or executed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from qconvert.formats.huggingface.shard_index import (
 )
 from qconvert.formats.huggingface.sidecars import sidecars_of
 from qconvert.formats.io.byte_source import ByteSource
+from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.strict_json import read_json_object
 from qconvert.formats.layouts.config_checks import SETTINGS_KEY
 
@@ -88,13 +90,35 @@ class HFCheckpoint:
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Returns rows [start, stop) of a tensor (see `SafetensorsFile.read`); thread-safe."""
+        return self._shard(name).read(name, start, stop, columns=columns)
+
+    def _shard(self, name: str) -> SafetensorsFile:
+        """The file that a tensor is in; NotDownloaded where only its header is here."""
         shard = self.shards[self.homes[name]]
         if not shard.source.has_bytes:
             raise NotDownloaded(
                 f"{name}: its bytes are not here, only its header",
                 "download the weights, with `hf download` or by converting the model",
             )
-        return shard.read(name, start, stop, columns=columns)
+        return shard
+
+    def read_stacked(self, kinds: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Returns whole tensors, those of one kind (element type and shape) one below the other.
+
+        What lies side by side is read in one call; thread-safe.
+        """
+        stacks: list[np.ndarray] = []
+        parts: list[list[tuple[int, memoryview]]] = [[] for _ in self.shards]
+        for names in kinds:
+            form = self._shard(names[0]).header.specs.place(names[0])[1]
+            stacks.append(np.empty((len(names) * form.rows, form.width), form.carrier))
+            data, nbytes = octets(stacks[-1]), form.rows * form.width * form.item_bytes
+            for number, name in enumerate(names):
+                home, offset = self.source_offset(name)
+                parts[home].append((offset, data[number * nbytes : (number + 1) * nbytes]))
+        for shard, some in zip(self.shards, parts, strict=True):
+            shard.source.read_all(sorted(some, key=itemgetter(0)))
+        return stacks
 
     def close(self) -> None:
         for shard in self.shards:

@@ -20,12 +20,13 @@ Parts = tuple[tuple[str, Kind], ...]
 
 
 class Form(NamedTuple):
-    """Rows of arrays of one kind: numpy's name of their type, how many, how wide, bytes of an element."""
+    """What arrays of one kind share: numpy's name of their type, rows, width, bytes of an element, of all."""
 
     carrier: str
     rows: int
     width: int
     item_bytes: int
+    nbytes: int
 
 
 @runtime_checkable
@@ -75,7 +76,7 @@ class ArrayTable(Mapping[str, TensorSpec]):
             self.kinds.append(kind)
             self._suffixes.append(suffix)
             spec = TensorSpec("", dtype, shape)
-            self._forms.append(Form(dtype.carrier, spec.rows, spec.width, dtype.nbytes))
+            self._forms.append(Form(dtype.carrier, spec.rows, spec.width, dtype.nbytes, spec.nbytes))
         return number
 
     def add(self, name: str, kind: int, begin: int) -> None:
@@ -137,7 +138,7 @@ class ArrayTable(Mapping[str, TensorSpec]):
     def nbytes(self) -> int:
         """The bytes of all arrays."""
         if self._nbytes is None:
-            sizes = [TensorSpec("", *kind).nbytes for kind in self.kinds]
+            sizes = [form.nbytes for form in self._forms]
             self._nbytes = sum(map(sizes.__getitem__, self._kind_of))
         return self._nbytes
 
@@ -145,10 +146,10 @@ class ArrayTable(Mapping[str, TensorSpec]):
         """Yields name and kind of every array, in order."""
         return zip(self, map(self.kinds.__getitem__, self._kind_of), strict=True)
 
-    def places(self) -> Iterator[tuple[TensorSpec, int]]:
-        """Yields every array with its offset, in order."""
-        for name, kind, begin in self.rows():
-            yield TensorSpec(name, *self.kinds[kind]), self.start + begin
+    def places(self) -> Iterator[tuple[str, Form, int]]:
+        """Yields of every array its name, how its rows are held, and where they begin, in order."""
+        forms, offsets = map(self._forms.__getitem__, self._kind_of), map(self.start.__add__, self._begins)
+        return zip(self, forms, offsets, strict=True)
 
     def rows(self) -> Iterator[tuple[str, int, int]]:
         """Yields name, kind and first byte in the data of every array, in order."""

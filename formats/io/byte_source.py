@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from qconvert.errors import shown
-from qconvert.formats.io.local_file import open_regular, read_exactly
+from qconvert.formats.io.local_file import open_regular, read_all_exactly, read_exactly
 
 # As many bytes are copied from the page cache in the time that one call takes (2 us).
 _LOCAL_CALL_BYTES = 8192
@@ -23,7 +24,7 @@ class ByteSource(Protocol):
 
     `call_bytes` is how many bytes come in the time that asking for them costs; `has_bytes` is False where
     only the header may be read. `read_into` fills a buffer with the bytes at an offset, or raises
-    QConvertError.
+    QConvertError; `read_all` fills many at rising offsets, and may cost less.
     """
 
     @property
@@ -36,6 +37,8 @@ class ByteSource(Protocol):
     def has_bytes(self) -> bool: ...
 
     def read_into(self, buffer: memoryview, offset: int) -> None: ...
+
+    def read_all(self, parts: Sequence[tuple[int, memoryview]]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -53,6 +56,9 @@ class LocalBytes:
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         read_exactly(self._fd, buffer, offset, self._name)
+
+    def read_all(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        read_all_exactly(self._fd, parts, self._name)
 
     def close(self) -> None:
         self._closer()

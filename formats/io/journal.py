@@ -102,7 +102,7 @@ def discard(path: Path) -> None:
 
 def packed(salt: str, record: Record) -> bytes:
     """Return the line of a record."""
-    rest = json.dumps(record, separators=(",", ":"), default=_number).encode()
+    rest = _RECORD.encode(record).encode()
     return b"%08x %s\n" % (zlib.crc32(salt.encode() + rest), rest)
 
 
@@ -137,6 +137,9 @@ def _said(value: Any) -> str:
 def _number(value: Any) -> Any:
     """The Python number of a number of numpy."""
     return value.item()
+
+
+_RECORD = json.JSONEncoder(separators=(",", ":"), default=_number)
 
 
 def _lines(raw: bytes) -> Iterator[tuple[bytes, int]]:

@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from qconvert.errors import NO_ROOM, CorruptCheckpoint, DiskFull, OutputBusy, QC
 # several times as long on finding large ones (16 MiB a call: 0.4 to 3.6 s for 1.15 GB on one machine, 256
 # KiB: 0.3 s). It also locks the file for a call's length.
 WRITE_BYTES = 256 << 10
+# Buffers that one call fills: systems take 16 (the least that POSIX allows) to 1,024.
+_READ_TOGETHER = min(256, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 
 
 def amount(nbytes: int) -> str:
@@ -61,7 +63,8 @@ def octets(array: np.ndarray) -> memoryview:
     """Returns a view of the bytes of a C-contiguous array, empty ones included."""
     if not array.flags.c_contiguous:
         raise ValueError(f"an array of strides {array.strides} has no bytes in one piece")
-    return array.reshape(-1).view(np.uint8).data
+    # A cast takes a third of the time, and cannot be made of nothing.
+    return array.data.cast("B") if array.size else array.reshape(-1).view(np.uint8).data
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
@@ -78,6 +81,38 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
                 "it changed while it was read; start again when nothing writes to it",
             )
         done += count
+
+
+def read_all_exactly(fd: int, parts: Sequence[tuple[int, memoryview]], name: str) -> None:
+    """Fills buffers with the bytes at their offsets, which rise; those that lie side by side in one call.
+
+    Raises what `read_exactly` does.
+    """
+    for run in _side_by_side(parts):
+        start, buffers = run[0][0], [buffer for _, buffer in run]
+        try:
+            count = os.preadv(fd, buffers, start)
+        except OSError as error:
+            raise refused(f"{name}: cannot be read at byte {start}", error) from error
+        if count == sum(map(len, buffers)):
+            continue
+        for offset, buffer in run:
+            there = min(max(start + count - offset, 0), len(buffer))
+            read_exactly(fd, buffer[there:], offset + there, name)
+
+
+def _side_by_side(parts: Sequence[tuple[int, memoryview]]) -> Iterator[list[tuple[int, memoryview]]]:
+    """Yields runs of parts of a file, no more than one call takes."""
+    run: list[tuple[int, memoryview]] = []
+    end = 0
+    for part in parts:
+        if run and (part[0] != end or len(run) == _READ_TOGETHER):
+            yield run
+            run = []
+        run.append(part)
+        end = part[0] + len(part[1])
+    if run:
+        yield run
 
 
 def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:

@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from operator import eq
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from qconvert.core.dtypes import TensorSpec
 from qconvert.errors import REPORT, CheckFailed
+from qconvert.formats.io.array_table import Form, kinds_of
 from qconvert.formats.io.local_file import read_exactly
 from qconvert.formats.io.planned_files import FilePlan
 
@@ -58,6 +61,10 @@ class Hashes:
 HeaderCheck = Callable[[Path, Mapping[str, TensorSpec]], None]
 Progress = Callable[[int, int], None]
 """Is told how many bytes of how many were read back, by one thread at a time."""
+
+
+_Stored = tuple[str, Form, int]
+"""An array: its name, how its rows are held, and its offset."""
 
 
 class _Count:
@@ -106,16 +113,17 @@ def verify_files(
         return Hashes({name: future.result() for name, future in whole.items()}, found)
 
 
-def _spans(file: FilePlan) -> Iterator[list[tuple[TensorSpec, int]]]:
-    """Yields arrays of a file that lie together, with their offsets: large ones alone, small ones in runs."""
-    span: list[tuple[TensorSpec, int]] = []
-    nbytes = 0
-    for spec, offset in file.specs.places():
-        if span and nbytes + spec.nbytes > _SPAN_BYTES:
+def _spans(file: FilePlan) -> Iterator[list[_Stored]]:
+    """Yields arrays of a file that lie together: large ones alone, small ones in runs."""
+    span: list[_Stored] = []
+    filled = 0
+    for stored in file.specs.places():
+        nbytes = stored[1].nbytes
+        if span and filled + nbytes > _SPAN_BYTES:
             yield span
-            span, nbytes = [], 0
-        span.append((spec, offset))
-        nbytes += spec.nbytes
+            span, filled = [], 0
+        span.append(stored)
+        filled += nbytes
     if span:
         yield span
 
@@ -157,6 +165,8 @@ def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> Non
 
     try:
         with safe_open(path, framework="numpy") as file:
+            if _is_as_planned(file, specs):
+                return
             names = set(file.keys())
             seen = ((name, file.get_slice(name)) for name in names)
             found = ((name, (part.get_dtype(), tuple(part.get_shape()))) for name, part in seen)
@@ -169,13 +179,25 @@ def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> Non
         raise CheckFailed(f"{path.name}: {name} is not what was planned ({what})", REPORT)
 
 
+def _is_as_planned(file: Any, specs: Mapping[str, TensorSpec]) -> bool:
+    """Whether an open file says of arrays what `specs` do, in this order, which is that of their bytes."""
+    if not hasattr(file, "offset_keys"):  # safetensors before 0.5
+        return False
+    names = file.offset_keys()
+    if names != list(specs):
+        return False
+    said = cache(lambda kind: (kind[0].code, list(kind[1])))
+    found = ((part.get_dtype(), part.get_shape()) for part in map(file.get_slice, names))
+    return all(map(eq, found, (said(kind) for _, kind in kinds_of(specs))))
+
+
 def _said(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
     return spec.dtype.code, spec.shape
 
 
 def _verify_span(
     path: Path,
-    span: Sequence[tuple[TensorSpec, int]],
+    span: Sequence[_Stored],
     written: Mapping[str, Sequence[Written]],
     count: Callable[[int], None],
 ) -> dict[str, str]:
@@ -185,48 +207,48 @@ def _verify_span(
         buffer = memoryview(bytearray(min(WINDOW, _extent(span))))
         file, found = _File(fd, path.name, buffer), dict[str, str]()
         for some, nbytes in _windows(span):
-            first, offset = some[0]
+            name, _, offset = some[0]
             if nbytes > WINDOW:
-                found[first.name] = _verify_tensor(file, first, offset, written.get(first.name, ()), count)
+                found[name] = _verify_tensor(file, some[0], written.get(name, ()), count)
                 continue
             read_exactly(fd, buffer[:nbytes], offset, file.name)
-            count(sum(spec.nbytes for spec, _ in some))
-            for spec, at in some:
-                data = buffer[at - offset : at - offset + spec.nbytes]
-                found[spec.name] = _verify_bytes(file, spec, data, written.get(spec.name, ()))
+            count(sum(form.nbytes for _, form, _ in some))
+            for stored in some:
+                name, form, at = stored
+                data = buffer[at - offset : at - offset + form.nbytes]
+                found[name] = _verify_bytes(file, stored, data, written.get(name, ()))
         return found
     finally:
         os.close(fd)
 
 
-def _windows(
-    span: Sequence[tuple[TensorSpec, int]],
-) -> Iterator[tuple[Sequence[tuple[TensorSpec, int]], int]]:
+def _windows(span: Sequence[_Stored]) -> Iterator[tuple[Sequence[_Stored], int]]:
     """Yields arrays that fit one window, and the bytes from the first to the last; larger ones alone."""
-    some: list[tuple[TensorSpec, int]] = []
-    for spec, offset in span:
-        if some and offset + spec.nbytes - some[0][1] > WINDOW:
+    some: list[_Stored] = []
+    for stored in span:
+        if some and stored[2] + stored[1].nbytes - some[0][2] > WINDOW:
             yield some, _extent(some)
             some = []
-        some.append((spec, offset))
+        some.append(stored)
     if some:
         yield some, _extent(some)
 
 
-def _extent(arrays: Sequence[tuple[TensorSpec, int]]) -> int:
+def _extent(arrays: Sequence[_Stored]) -> int:
     """The bytes from the first array to the end of the last one."""
-    (_, begin), (last, offset) = arrays[0], arrays[-1]
-    return offset + last.nbytes - begin
+    (_, _, begin), (_, form, offset) = arrays[0], arrays[-1]
+    return offset + form.nbytes - begin
 
 
-def _verify_bytes(file: _File, spec: TensorSpec, data: memoryview, written: Sequence[Written]) -> str:
+def _verify_bytes(file: _File, stored: _Stored, data: memoryview, written: Sequence[Written]) -> str:
     """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
-    stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
-    row = 0
+    name, (_, rows, width, size, _), _ = stored
+    stride, row = width * size, 0
     for run in sorted(written, key=_place) if len(written) > 1 else written:
-        if run.width == spec.width:
-            _require_next(spec, row, run)
-            same = zlib.crc32(data[row * stride : (row + run.rows) * stride]) == run.crc32
+        if run.width == width:
+            _require_next(name, row, run)
+            part = data if not row and run.rows == rows else data[row * stride : (row + run.rows) * stride]
+            same = zlib.crc32(part) == run.crc32
             row += run.rows
         else:
             crc = 0
@@ -234,7 +256,7 @@ def _verify_bytes(file: _File, spec: TensorSpec, data: memoryview, written: Sequ
                 begin = i * stride + run.column * size
                 crc = zlib.crc32(data[begin : begin + run.width * size], crc)
             same = crc == run.crc32
-        _require(same, file.name, spec, run)
+        _require(same, file.name, name, run)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -254,35 +276,34 @@ class _File:
 
 
 def _verify_tensor(
-    file: _File, spec: TensorSpec, offset: int, written: Iterable[Written], count: Callable[[int], None]
+    file: _File, stored: _Stored, written: Iterable[Written], count: Callable[[int], None]
 ) -> str:
     """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
-    runs = sorted(written, key=_place)
-    if any(run.width != spec.width for run in runs):
-        return _verify_tiles(file, spec, offset, runs, count)
+    runs, (name, form, offset) = sorted(written, key=_place), stored
+    if any(run.width != form.width for run in runs):
+        return _verify_tiles(file, stored, runs, count)
     digest = hashlib.sha256()
     row = 0
     for run in runs:
-        _require_next(spec, row, run)
-        nbytes = run.rows * spec.width * spec.dtype.nbytes
+        _require_next(name, row, run)
+        nbytes = run.rows * form.width * form.item_bytes
         crc = 0
         for window in file.windows(offset, nbytes):
             digest.update(window)
             crc = zlib.crc32(window, crc)
             count(len(window))
-        _require(crc == run.crc32, file.name, spec, run)
+        _require(crc == run.crc32, file.name, name, run)
         offset += nbytes
         row += run.rows
     return digest.hexdigest()
 
 
-def _verify_tiles(
-    file: _File, spec: TensorSpec, offset: int, runs: Iterable[Written], count: Callable[[int], None]
-) -> str:
+def _verify_tiles(file: _File, stored: _Stored, runs: Iterable[Written], count: Callable[[int], None]) -> str:
     """Does the same for runs of some columns only: each is gathered from its rows."""
-    stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
+    name, (_, _, width, size, nbytes), offset = stored
+    stride = width * size
     digest = hashlib.sha256()
-    for window in file.windows(offset, spec.nbytes):
+    for window in file.windows(offset, nbytes):
         digest.update(window)
         count(len(window))
     for run in runs:
@@ -291,7 +312,7 @@ def _verify_tiles(
         for row in range(run.start, run.start + run.rows):
             read_exactly(file.fd, buffer, offset + row * stride + run.column * size, file.name)
             crc = zlib.crc32(buffer, crc)
-        _require(crc == run.crc32, file.name, spec, run)
+        _require(crc == run.crc32, file.name, name, run)
     return digest.hexdigest()
 
 
@@ -299,14 +320,14 @@ def _place(run: Written) -> tuple[int, int]:
     return run.start, run.column
 
 
-def _require_next(spec: TensorSpec, row: int, run: Written) -> None:
+def _require_next(name: str, row: int, run: Written) -> None:
     if run.start != row:
-        raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", REPORT)
+        raise CheckFailed(f"{name}: rows {row} to {run.start} were never written", REPORT)
 
 
-def _require(same: bool, file: str, spec: TensorSpec, run: Written) -> None:
+def _require(same: bool, file: str, name: str, run: Written) -> None:
     if not same:
         raise CheckFailed(
-            f"{file}: {spec.name} rows {run.start} to {run.start + run.rows} read back differently",
+            f"{file}: {name} rows {run.start} to {run.start + run.rows} read back differently",
             "the disk or the memory of this machine is faulty; write to another disk",
         )

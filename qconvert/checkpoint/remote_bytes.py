@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 from qconvert.errors import NotDownloaded
@@ -77,6 +78,10 @@ class RemoteBytes:
             self.windows.read_into(self, buffer, offset)
         else:
             self.fetch(buffer, offset)
+
+    def read_all(self, parts: Sequence[tuple[int, memoryview]]) -> None:
+        for offset, buffer in parts:
+            self.read_into(buffer, offset)
 
     def fetch(self, buffer: memoryview, offset: int) -> None:
         """Fill a buffer by a request of its own."""

@@ -16,11 +16,12 @@ import numpy as np
 
 from qconvert.convert.blocks import Block
 from qconvert.convert.outcome import BlockDone, WrittenRows
-from qconvert.core.encodings import AffineInt, Codebook, Encoding, identity
+from qconvert.core.encodings import AffineInt, Codebook, Encoding
 from qconvert.core.protocols import ArrayRows, Layout, Reader, Sink
-from qconvert.core.values import stack_rows
+from qconvert.core.values import Value
 from qconvert.ops import Finding
 from qconvert.ops.base import CLEAN
+from qconvert.plan.plan import Unit
 
 # Blocks of at most this share of the working memory of one are made together.
 SMALL = 1 / 8
@@ -41,8 +42,12 @@ def batches(blocks: Iterable[Block], limit: int) -> Iterator[Block]:
     """The blocks, runs of small ones as batches of at most `limit` bytes of working memory."""
     run: list[Block] = []
     cost = 0
+    known: dict[tuple[object, ...], bool] = {}
     for block in blocks:
-        fits = block.cost <= limit * SMALL and _is_alone(block)
+        fits = block.cost <= limit * SMALL and block.stop - block.start == block.unit.output.rows > 0
+        if fits:
+            kind = block.unit.kind
+            fits = known[kind] if kind in known else known.setdefault(kind, _is_alone(block.unit))
         if run and (not fits or cost + block.cost > limit):
             yield _batch(run, cost)
             run, cost = [], 0
@@ -55,12 +60,11 @@ def batches(blocks: Iterable[Block], limit: int) -> Iterator[Block]:
         yield _batch(run, cost)
 
 
-def _is_alone(block: Block) -> bool:
-    """Whether a block is all of a unit, which is made of one whole tensor as it is stored, row by row."""
-    unit, first = block.unit, block.unit.inputs[0]
+def _is_alone(unit: Unit) -> bool:
+    """Whether a unit is made of one whole tensor as it is stored, row by row."""
+    first = unit.inputs[0]
     return (
         len(unit.inputs) == 1
-        and block.stop - block.start == unit.output.rows > 0
         and first.step == 1
         and first.zeros_like is None
         and first.factors is None
@@ -96,8 +100,10 @@ def make_batch(
     """Make the tensors of a batch; where what is found in one does not pass, each `alone`, which says why."""
     started = perf_counter()
     made: list[_Made] = []
-    for members in _kinds(batch.members):
-        found = _of_one_kind(members, reader, layout, passes)
+    kinds = _kinds(batch.members)
+    values = reader.read_stacked([[block.unit.source for block in members] for members in kinds])
+    for members, value in zip(kinds, values, strict=True):
+        found = _of_one_kind(members, value, layout, passes)
         if found is None:
             return [alone(block) for block in batch.members]
         made += found
@@ -108,7 +114,7 @@ def make_batch(
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a tensor became: its arrays, the bytes that were read, what was noticed, what its codes moved."""
+    """What a tensor became: its arrays, the bytes that were read, and what was noticed."""
 
     block: Block
     arrays: tuple[ArrayRows, ...]
@@ -118,38 +124,34 @@ class _Made:
     def event(self, seconds: float, *, checksums: bool) -> BlockDone:
         parts = tuple(
             WrittenRows(
-                each.name,
-                each.start,
-                len(each.rows),
-                each.rows.shape[1],
-                zlib.crc32(each.rows.data) if checksums else None,
-                each.column,
+                name,
+                start,
+                rows.shape[0],
+                rows.shape[1],
+                zlib.crc32(rows.data) if checksums else None,
+                column,
             )
-            for each in self.arrays
+            for name, start, rows, column in self.arrays
         )
         unit, found = self.block.unit, self.finding
-        return BlockDone(
-            unit, 0, unit.output.rows, self.nbytes, parts, found.error, True, found.code_error, None, seconds
-        )
+        lost = found.error, True, found.code_error, None
+        nbytes = sum(each.rows.nbytes for each in self.arrays)
+        return BlockDone(unit, 0, self.block.stop, self.nbytes, parts, *lost, seconds, nbytes)
 
 
 def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
     """The blocks by what they have in common but their names."""
     found: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
-        unit, source = block.unit, block.unit.source
-        key = source.shape, identity(source.encoding), tuple(map(id, unit.ops)), unit.output.shape
-        found.setdefault(key, []).append(block)
+        found.setdefault(block.unit.kind, []).append(block)
     return list(found.values())
 
 
 def _of_one_kind(
-    blocks: Sequence[Block], reader: Reader, layout: Layout, passes: Callable[[Finding], bool]
+    blocks: Sequence[Block], value: Value, layout: Layout, passes: Callable[[Finding], bool]
 ) -> list[_Made] | None:
-    """The tensors of these blocks; None where there is something in one that does not pass."""
+    """The tensors of these blocks, of what was read for all; None where something in one does not pass."""
     unit, count = blocks[0].unit, len(blocks)
-    rows = unit.rows
-    value = stack_rows([reader.read(block.unit.source, 0, rows) for block in blocks])
     nbytes = value.arrays[0].nbytes // count
     findings = [CLEAN] * count
     for op in unit.ops:

@@ -24,9 +24,9 @@ from qconvert.convert.identity import source_etags, source_samples
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
-from qconvert.core.protocols import Layout
 from qconvert.core.version import __version__
 from qconvert.formats.io.read_back import Hashes, file_sha256
+from qconvert.formats.layouts.stored_arrays import StoredArrays
 from qconvert.models.parameter_table import linear_bits, table_of_outputs
 from qconvert.ops import OutputError
 from qconvert.plan.passes.activation_order import reordered
@@ -117,14 +117,13 @@ def write_manifest(
 ) -> Certificates:
     """Write a manifest with an entry for each tensor, one at a time; return what their certificates are."""
     found, before = Certificates(), _MARGIN
+    entries = _Entries(compiled.request, StoredArrays(compiled.layout), outcome, hashes)
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps({**record, "tensors": {}}, indent=1).removesuffix("}\n}"))
         for unit in compiled.plan.units:
-            entry = _tensor(unit, compiled.request, compiled.layout, outcome, hashes)
-            found.add(entry["certificate"])
-            file.write(
-                f"{before}{encode_basestring_ascii(unit.output.name)}: {_indented(entry, chr(10) + '  ')}"
-            )
+            certificate, text = entries.of(unit)
+            found.add(certificate)
+            file.write(f"{before}{encode_basestring_ascii(unit.output.name)}: {text}")
             before = f",{_MARGIN}"
         file.write("}\n}\n" if before == _MARGIN else "\n }\n}\n")
     return found
@@ -228,36 +227,60 @@ def _conversion(target: Target) -> Json:
     }
 
 
-def _tensor(unit: Unit, request: Request, layout: Layout, outcome: Outcome, hashes: Hashes) -> Json:
-    output = unit.output
-    code_error = outcome.code_error(output.name)
+class _Entries:
+    """Makes the entries of tensors; what those of one kind have in common is made once."""
+
+    def __init__(self, request: Request, arrays: StoredArrays, outcome: Outcome, hashes: Hashes) -> None:
+        self._request, self._arrays, self._outcome, self._hashes = request, arrays, outcome, hashes
+        self._alike: dict[tuple[object, ...], tuple[Json, str]] = {}
+
+    def of(self, unit: Unit) -> tuple[Json, str]:
+        """The certificate of a unit's output, and its entry as text."""
+        name = unit.output.name
+        code_error = self._outcome.code_error(name)
+        alike = code_error, *unit.kind
+        if alike not in self._alike:
+            said = _described(unit, code_error)
+            self._alike[alike] = said["certificate"], _indented(said, _MARGIN).removesuffix(f"{_MARGIN}}}")
+        certificate, before = self._alike[alike]
+        begin, parts = self._arrays.of(unit.output)
+        hashes = self._hashes.tensors
+        entry: Json = {"parts": {begin + end: hashes.get(begin + end) for end, _ in parts}}
+        self._add_changes(unit, entry)
+        return certificate, f"{before},{_indented(entry, _MARGIN)[1:]}"
+
+    def _add_changes(self, unit: Unit, entry: Json) -> None:
+        """Add what else became of a tensor, and what it lost."""
+        request, outcome, name = self._request, self._outcome, unit.output.name
+        rows, columns = zeros_added(unit) if request.recipe.pad_to_tp else (0, 0)
+        if rows or columns:
+            entry["zeros_added"] = {"rows": rows, "columns": columns}
+        if request.undo_act_order and (sides := reordered(unit)):
+            entry["reordered"] = sides
+        error = outcome.errors.get(name)
+        if error is not None:
+            entry["error"] = {
+                "relative_rms": relative_error([error]),
+                "max_abs": error.max_abs,
+                "max_steps": error.max_steps,
+            }
+        output_error = outcome.output_errors.get(name)
+        if output_error is not None:
+            entry["output_error"] = _output_error(output_error)
+
+
+def _described(unit: Unit, code_error: float) -> Json:
+    """What a manifest says first of a tensor."""
     certificate = unit.certificate(code_error)
-    entry: Json = {
-        "form": output.encoding.label,
-        "shape": list(output.shape),
+    return {
+        "form": unit.output.encoding.label,
+        "shape": list(unit.output.shape),
         "exact": certificate == "exact",
         "certificate": {
             "kind": certificate,
             **({"max_steps": finite(code_error)} if certificate in _MEASURED else {}),
         },
-        "parts": {spec.name: hashes.tensors.get(spec.name) for spec in layout.stored_arrays(output)},
     }
-    rows, columns = zeros_added(unit) if request.recipe.pad_to_tp else (0, 0)
-    if rows or columns:
-        entry["zeros_added"] = {"rows": rows, "columns": columns}
-    if request.undo_act_order and (sides := reordered(unit)):
-        entry["reordered"] = sides
-    error = outcome.errors.get(output.name)
-    if error is not None:
-        entry["error"] = {
-            "relative_rms": relative_error([error]),
-            "max_abs": error.max_abs,
-            "max_steps": error.max_steps,
-        }
-    output_error = outcome.output_errors.get(output.name)
-    if output_error is not None:
-        entry["output_error"] = _output_error(output_error)
-    return entry
 
 
 # The certificates of tensors whose codes are kept.

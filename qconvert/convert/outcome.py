@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from qconvert.ops import OutputError
 from qconvert.plan.plan import Unit
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenRows:
+class WrittenRows(NamedTuple):
     """Rows of one array, or the columns [column, column + width) of them, with their CRC-32 if one was
     asked for.
     """
@@ -77,7 +76,8 @@ class BlockDone:
 
     `code_error` is how far a weight has moved at most, in units of its quantization step, on the way to
     another quantization format, `output_error` what the output of its linear loses, where codes were chosen
-    together. A thread took `seconds` for it; 0 of a block that an earlier run has made.
+    together. A thread took `seconds` for it, and its parts have `bytes_written`; both are 0 of a block that
+    an earlier run has made.
     """
 
     unit: Unit
@@ -90,6 +90,7 @@ class BlockDone:
     code_error: float = 0.0
     output_error: OutputError | None = None
     seconds: float = field(default=0.0, compare=False)
+    bytes_written: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def fingerprint(plan: Plan) -> str:
 def _chains(plan: Plan) -> Iterator[Unit]:
     """One unit of each chain of operations."""
     seen: set[tuple[object, ...]] = set()
-    for unit in plan.units:
+    for unit, _ in plan.kinds:
         kind = (unit.source.encoding, unit.output.encoding, *(type(op) for op in unit.ops))
         if unit.ops and kind not in seen:
             seen.add(kind)

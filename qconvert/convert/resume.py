@@ -10,6 +10,7 @@ import errno
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,8 +146,7 @@ class RunJournal:
     def add(self, done: BlockDone) -> None:
         """Take the event of a block; QConvertError if an earlier one could not be brought to the disk."""
         assert self._group is not None
-        record = to_record(done)
-        self._group.add(record, self._nbytes(record))
+        self._group.add(to_record(done), done.bytes_written)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a value that the same job finds in `notes` when it goes on; with the next blocks."""
@@ -192,7 +192,7 @@ class RunJournal:
             )
 
     def _nbytes(self, record: Record) -> int:
-        """The bytes that the rows of a block take in the output."""
+        """The bytes that the rows of a block of an earlier run take in the output."""
         assert self._sink is not None
         item_bytes = self._sink.item_bytes
         return sum(rows * width * item_bytes(name) for name, _, rows, width, *_ in record[-1])
@@ -200,7 +200,7 @@ class RunJournal:
 
 def to_record(done: BlockDone) -> Record:
     """What is kept of the event of a block."""
-    name, parts = done.unit.output.name, [_values(part) for part in done.parts]
+    name, parts = done.unit.output.name, list(map(list, done.parts))
     error = None if done.error is None else _values(done.error)
     output_error = None if done.output_error is None else _values(done.output_error)
     return ["b", name, done.start, done.rows, done.bytes_read, error, done.code_error, output_error, parts]
@@ -208,7 +208,7 @@ def to_record(done: BlockDone) -> Record:
 
 def _values(record: Any) -> list[Any]:
     """The fields of a flat record: `astuple` copies each of them, which takes longer than to write rows."""
-    return [getattr(record, each) for each in record.__dataclass_fields__]
+    return list(attrgetter(*record.__dataclass_fields__)(record))
 
 
 def from_record(unit: Unit, record: Record) -> BlockDone:
@@ -264,7 +264,7 @@ def _is_part(part: object) -> bool:
     """Whether it can be a `WrittenRows`: a name, and whole numbers, of which the checksum may be none."""
     return (
         isinstance(part, list)
-        and len(part) == len(fields(WrittenRows))
+        and len(part) == len(WrittenRows._fields)
         and isinstance(part[0], str)
         and all(value is None or (type(value) is int and value >= 0) for value in part[1:])
         and None not in (*part[1:4], *part[5:])

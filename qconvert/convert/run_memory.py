@@ -64,7 +64,7 @@ def require_memory(jobs: Sequence[Job]) -> None:
     first = jobs[0]
     if not _is_held(first):
         return
-    ops = (op for job in jobs for unit in job.compiled.plan.units for op in unit.ops)
+    ops = (op for job in jobs for unit, _ in job.compiled.plan.kinds for op in unit.ops)
     compiles = "numba" not in sys.modules and any(not isinstance(op, (CheckFinite, Cast)) for op in ops)
     kernels = _KERNELS if compiles else 0
     rows = max(_least_rows(job, sys.maxsize) for job in jobs)
@@ -92,7 +92,8 @@ def _least_rows(job: Job, memory: int) -> int:
 
 def _largest_block(job: Job, limit: int) -> int:
     """The working memory of the largest block of a job, where `cut` makes them of so many bytes."""
-    units, layout = job.compiled.plan.units, job.container.layout
+    plan, layout = job.compiled.plan, job.container.layout
+    units = [unit for unit, _ in plan.kinds] if layout.named_by else plan.units
     return max((block_cost(unit, layout, limit) for unit in units), default=0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
@@ -158,9 +158,8 @@ def ready_blocks(
     limit = terms.block_bytes
     blocks = [
         block
-        for unit in plan.units
-        for block in cut(unit, layout, limit, granule(unit))
-        if (unit.output.name, block.start) not in there
+        for block in _cut_all(plan.units, layout, limit, granule)
+        if not there or (block.unit.output.name, block.start) not in there
     ]
     if order:
         blocks.sort(key=order)
@@ -246,6 +245,21 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
     ]
 
 
+def _cut_all(units: Iterable[Unit], layout: Layout, limit: int, granule: Granule) -> Iterator[Block]:
+    """The blocks of units: those that are like an earlier one are cut as that one was."""
+    known: dict[tuple[object, ...], list[Block]] = {}
+    for unit in units:
+        together = granule(unit)
+        alike = together, layout.row_alignment(unit.output), *unit.kind
+        found = known.get(alike)
+        if found is None:
+            found = known[alike] = cut(unit, layout, limit, together)
+            yield from found
+        else:
+            for each in found:
+                yield Block(unit, each.start, each.stop, each.cost)
+
+
 def block_cost(unit: Unit, layout: Layout, limit: int) -> int:
     """The working memory of the largest of the blocks that `cut` makes of a unit, in bytes."""
     rows, per_row = _block_rows(unit, layout, limit)
@@ -325,18 +339,22 @@ def written(
     """Write what became of a block, on which a thread has worked since `started` (`perf_counter`)."""
     unit, rows = block.unit, block.stop - block.start
     encoded = layout.encode(unit.output, block.start, found.value)
-    parts = tuple(_write(each, sink, terms) for each in encoded)
-    lost = found.code_error, found.output_error, perf_counter() - started
-    return BlockDone(unit, block.start, rows, found.nbytes, parts, found.error, False, *lost)
+    made = [_write(each, sink, terms) for each in encoded]
+    parts = tuple(part for part, _ in made)
+    took = perf_counter() - started, sum(nbytes for _, nbytes in made)
+    lost = found.code_error, found.output_error
+    return BlockDone(unit, block.start, rows, found.nbytes, parts, found.error, False, *lost, *took)
 
 
-def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:
+def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> tuple[WrittenRows, int]:
+    """Write rows of an array; what is said of them, and their bytes."""
     import numpy as np
 
     array = np.ascontiguousarray(rows.rows)
     sink.write(rows.name, rows.start, array, rows.column)
     crc32 = zlib.crc32(octets(array)) if terms.checksums else None
-    return WrittenRows(rows.name, rows.start, len(array), array.shape[1], crc32, rows.column)
+    part = WrittenRows(rows.name, rows.start, len(array), array.shape[1], crc32, rows.column)
+    return part, array.nbytes
 
 
 def rows_statistics(
@@ -373,7 +391,7 @@ def moved_with_columns(moments_I: np.ndarray, ops: tuple[Op, ...]) -> np.ndarray
 
 def rows_read(unit: Unit, row: int) -> int:
     """The row of the inputs at which the rows before `row` of the output end."""
-    return row * unit.rows // unit.output.rows if unit.output.rows else 0
+    return row * unit.rows // unit.output.rows if row and unit.output.rows else 0
 
 
 def gather(inputs: tuple[RowSlice, ...], reader: Rows, start: int, stop: int) -> tuple[Value, int]:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from qconvert.convert.outcome import BlockDone
+from qconvert.core.encodings import identity
 from qconvert.formats.io.planned_files import FilePlan
 from qconvert.formats.io.read_back import bytes_to_verify
 from qconvert.models.parameter_table import form_bytes
@@ -36,6 +39,15 @@ class _Kind:
     seconds: float = 0.0
 
 
+class _Rows(NamedTuple):
+    """What is counted of a block's rows; one unit that has them is held, so that identities stay."""
+
+    unit: Unit
+    kind: _Kind
+    weights: int
+    nbytes: int
+
+
 class Work:
     """How much of a conversion is done, in bytes, and how long the rest takes; is told of events."""
 
@@ -53,20 +65,20 @@ class Work:
         self._verifying: float | None = None
         self._expected = 0.0
         self._kinds: dict[tuple[str, str], _Kind] = {}
-        for plan in plans:
-            for unit in plan.units:
-                self._kind(unit).left += unit.output.rows * unit.source.width
-                self.to_read += sum(
-                    form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width))
-                    for piece in unit.inputs
-                )
-                self.to_write += _written(unit, unit.output.rows)
+        self._alike: dict[tuple[int, ...], _Rows] = {}
+        for unit, count in chain.from_iterable(plan.kinds for plan in plans):
+            self._kind(unit).left += count * unit.output.rows * unit.source.width
+            self.to_read += count * sum(
+                form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width)) for piece in unit.inputs
+            )
+            self.to_write += count * _written(unit, unit.output.rows)
 
     def add(self, done: BlockDone) -> None:
         """Take the event of a block; one that an earlier run has made says nothing of the time."""
+        rows = self._rows(done)
+        weights, kind = rows.weights, rows.kind
         self.read += done.bytes_read
-        self.written += _written(done.unit, done.rows)
-        weights, kind = done.rows * done.unit.source.width, self._kind(done.unit)
+        self.written += rows.nbytes
         kind.left -= weights
         if done.seconds:
             if self._began is None:
@@ -114,6 +126,17 @@ class Work:
         large = [kind for kind in self._kinds.values() if kind.done * _LARGE >= made and kind.done]
         dearer = min((kind.seconds / (kind.done * kind.price) for kind in large), default=0.0)
         return self.to_verify * _VERIFIED * dearer / max(self._pace()[1], 1.0)
+
+    def _rows(self, done: BlockDone) -> _Rows:
+        """What is counted of a block, looked up where one like it was counted before."""
+        unit = done.unit
+        source, output = unit.source, unit.output
+        alike = identity(source.encoding), identity(output.encoding), done.rows, source.width, output.width
+        found = self._alike.get(alike)
+        if found is None:
+            weights, nbytes = done.rows * source.width, _written(unit, done.rows)
+            found = self._alike[alike] = _Rows(unit, self._kind(unit), weights, nbytes)
+        return found
 
     def _kind(self, unit: Unit) -> _Kind:
         name = unit.source.encoding.label, unit.output.encoding.label

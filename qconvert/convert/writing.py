@@ -20,9 +20,10 @@ from qconvert.convert.resume import RunJournal
 from qconvert.convert.run_memory import block_bytes_of, rows_bytes, threads
 from qconvert.convert.runner import MOST_CODE_ERROR, Terms, rows_read
 from qconvert.convert.stages import Stages
-from qconvert.core.dtypes import Json
+from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes, Progress
+from qconvert.formats.layouts.stored_arrays import StoredArrays
 
 Listener = Callable[[BlockDone], None]
 Opened = Callable[[RunJournal], None]
@@ -137,14 +138,18 @@ def terms_of(job: Job, journal: RunJournal, *, fetches: bool) -> Terms:
 def position_in(checkpoint: Checkpoint) -> Callable[[Block], tuple[int, int]]:
     """About where in the source files a block begins to read, so that reading goes forward."""
 
+    arrays, source_offset = StoredArrays(checkpoint.layout), checkpoint.files.source_offset
+
     def position(block: Block) -> tuple[int, int]:
         row = rows_read(block.unit, block.start)
         for piece in block.unit.inputs:
             if row < piece.rows:
                 break
             row -= piece.rows
-        first = checkpoint.layout.stored_arrays(piece.tensor)[0]
-        file, offset = checkpoint.files.source_offset(first.name)
-        return file, offset + first.nbytes * (piece.start + row * piece.step) // max(1, piece.tensor.rows)
+        begin, ((end, kind), *_) = arrays.of(piece.tensor)
+        file, offset = source_offset(begin + end)
+        first = piece.start + row * piece.step
+        nbytes = TensorSpec("", *kind).nbytes if first else 0
+        return file, offset + nbytes * first // max(1, piece.tensor.rows)
 
     return position

@@ -5,16 +5,16 @@ Formats implement these, the runner uses them; neither knows the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
-from qconvert.core.values import Value
+from qconvert.core.values import DenseRows, Value, stack_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +37,16 @@ class Source(Protocol):
     def read(
         self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None
     ) -> np.ndarray: ...
+
+
+@runtime_checkable
+class StackedSource(Protocol):
+    """A source that reads whole arrays, those of one element type and shape one below the other, by kind.
+
+    That costs less than to read them one by one.
+    """
+
+    def read_stacked(self, kinds: Sequence[Sequence[str]]) -> list[np.ndarray]: ...
 
 
 class Sink(Protocol):
@@ -139,9 +149,29 @@ class Reader:
     def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
         return self.layout.decode(tensor, self.source, start, stop)
 
+    def read_stacked(self, kinds: Sequence[Sequence[ModelTensor]]) -> list[Value]:
+        """Whole tensors, those of one kind (shape and encoding) one below the other."""
+        source, stacked = self.source, dict[int, Value]()
+        if isinstance(source, StackedSource):
+            plain = {i: kind[0].encoding for i, kind in enumerate(kinds) if self._is_stored(kind[0])}
+            arrays = source.read_stacked([[each.name for each in kinds[i]] for i in plain])
+            for (i, encoding), array in zip(plain.items(), arrays, strict=True):
+                assert isinstance(encoding, Unquantized)
+                stacked[i] = DenseRows(array, encoding.dtype)
+        return [
+            stacked[i] if i in stacked else stack_rows([self.read(each, 0, each.rows) for each in kind])
+            for i, kind in enumerate(kinds)
+        ]
 
-@dataclass(frozen=True, slots=True)
-class ArrayRows:
+    def _is_stored(self, tensor: ModelTensor) -> bool:
+        """Whether a tensor, and those alike, are one array each, of its name, which is read as it is."""
+        if self.layout.named_by is None or not isinstance(tensor.encoding, Unquantized):
+            return False
+        whole = TensorSpec(tensor.name, tensor.encoding.dtype, tensor.shape)
+        return self.layout.stored_arrays(tensor) == (whole,)
+
+
+class ArrayRows(NamedTuple):
     """Rows of one named array, or some columns of them: the place of its upper left corner, and they."""
 
     name: str

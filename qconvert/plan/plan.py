@@ -8,6 +8,7 @@ weight.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Literal, NamedTuple
 
-from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
+from qconvert.core.encodings import Encoding, ModelTensor, Unquantized, identity
 from qconvert.core.factors import Factors
 from qconvert.core.short_repr import few_lines
 from qconvert.core.statistics import StatisticsKey
@@ -95,6 +96,16 @@ class Unit(NamedTuple):
         return not isinstance(self.read, ModelTensor) and any(p.factors is not None for p in self.read)
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What it shares with units that differ in names alone; encodings and operations by identity.
+
+        The encoding of the output follows from these.
+        """
+        read = self.read
+        of = (read.shape, identity(read.encoding)) if isinstance(read, ModelTensor) else (id(read),)
+        return (*of, self.output.shape, *map(id, self.ops))
+
+    @property
     def quantizes(self) -> bool:
         return any(map(_QUANTIZES, self.ops))
 
@@ -151,16 +162,34 @@ class Plan:
         tensors = [unit.output for unit in self.units]
         return dict(zip(map(_NAME, tensors), tensors, strict=True))
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[Unit, int], ...]:
+        """A unit of each kind, and how many there are: few, of very many."""
+        first: dict[tuple[object, ...], Unit] = {}
+        counts = Counter[tuple[object, ...]]()
+        for unit in self.units:
+            kind = unit.kind
+            first.setdefault(kind, unit)
+            counts[kind] += 1
+        return tuple((unit, counts[kind]) for kind, unit in first.items())
+
     def each(self, change: Callable[[Unit], Unit]) -> Plan:
         """This plan with every unit changed; itself where none is."""
         units = tuple(map(change, self.units))
         return self if all(map(is_, units, self.units)) else replace(self, units=units)
 
     def where(self, choose: Callable[[Encoding], Op | None]) -> Plan:
-        """This plan with one more operation on the outputs for whose encoding one is chosen."""
+        """This plan with one more operation on the outputs for whose encoding one is chosen.
+
+        Those of one encoding share it.
+        """
+        chosen: dict[int, Op | None] = {}
 
         def one(unit: Unit) -> Unit:
-            op = choose(unit.output.encoding)
+            encoding = unit.output.encoding
+            if identity(encoding) not in chosen:
+                chosen[identity(encoding)] = choose(encoding)
+            op = chosen[identity(encoding)]
             return unit.then(op) if op else unit
 
         return self.each(one)

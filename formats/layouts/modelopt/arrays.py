@@ -140,7 +140,7 @@ class ModelOpt(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
         for rows in _CODED.encode(tensor, start, value):
             by_block = rows.name == f"{base}.weight_scale" and (value.encoding.group_rows or 1) > 1
             yield (
-                replace(rows, start=rows.start * across, rows=rows.rows.reshape(-1, 1)) if by_block else rows
+                rows._replace(start=rows.start * across, rows=rows.rows.reshape(-1, 1)) if by_block else rows
             )
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:

@@ -48,9 +48,11 @@ def check_finite(state: Compiled) -> Compiled:
     Where the rows that come out are not those of the source, they are looked at before.
     """
 
+    look = CheckFinite()  # which all share, so that units alike are known by it
+
     def one(unit: Unit) -> Unit:
         if unit.quantizes and unit.keeps_rows:
             return unit
-        return unit._replace(ops=(CheckFinite(), *unit.ops))
+        return unit._replace(ops=(look, *unit.ops))
 
     return state if state.request.allow_nonfinite else state.with_plan(state.plan.each(one))
