@@ -30,7 +30,7 @@ class Runner:
 
     `start(prompt)` forgets everything and reads a prompt; `step(token)` reads one more token and
     computes the logits of the next; `read(tokens)` reads a text from the start for its perplexity:
-    to the losses of all positions, llama.cpp to their logits.
+    to the losses of all positions, llama.cpp to their logits. What is `ours` has parts that can be timed.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Runner:
     start: Callable[[Sequence[int]], None]
     step: Callable[[int], None]
     read: Callable[[Sequence[int]], None]
+    ours: bool = False
 
 
 def ours(
@@ -69,7 +70,7 @@ def ours(
     def step(token: int) -> None:
         decoder.decode(torch.tensor([token]), cache)
 
-    return Runner(name, weight_bytes(decoder), start, step, read)
+    return Runner(name, weight_bytes(decoder), start, step, read, ours=True)
 
 
 def transformers_bf16(folder: Path) -> Runner:

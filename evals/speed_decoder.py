@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from evals.processes import options
+from evals.reading_shares import matmul_share, reading_shares
 from evals.synthetic import converted, make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
@@ -93,14 +94,21 @@ def prefill(tokens: int, **measured: Any) -> None:
     """Tokens per second of reading a window for its perplexity.
 
     Ours computes logits and losses in float32, as `eval perplexity` does; transformers logits in
-    bfloat16 and its own loss; llama.cpp stops at the logits.
+    bfloat16 and its own loss; llama.cpp stops at the logits. A second table says what ours spends its
+    processor time on.
     """
 
+    text = [i % 1000 for i in range(tokens)]
+
     def one_round(runner: Runner) -> Pace:
-        wall, processor = _timed(lambda: runner.read([i % 1000 for i in range(tokens)]))
+        wall, processor = _timed(lambda: runner.read(text))
         return Pace(tokens / wall, processor / tokens)
 
-    _measure("prefill", one_round, _runners, (BASE, LLAMA), room=tokens, tokens=tokens, **measured)
+    def shares(runner: Runner) -> dict[str, float]:
+        return reading_shares(lambda: runner.read(text))
+
+    peers = (BASE, LLAMA)
+    _measure("prefill", one_round, _runners, peers, room=tokens, tokens=tokens, shares=shares, **measured)
 
 
 def _measure(
@@ -116,6 +124,7 @@ def _measure(
     rounds: int,
     folder: Path | None,
     out: Path | None,
+    shares: Callable[[Runner], dict[str, float]] | None = None,
 ) -> None:
     import torch
 
@@ -137,6 +146,7 @@ def _measure(
                     processor[runner.name].append(pace.processor_seconds)
             if number:
                 copies.append(copy)
+        parts = {} if shares is None else {runner.name: shares(runner) for runner in runners if runner.ours}
     builds = [name for name in ("llama_cpp", "ik_llama_cpp") if find_spec(name)]
     peers_here = [name for name in ("torch", "transformers", "cyllama") if find_spec(name)]
     packages = [*peers_here, *(f"{name}_python" for name in builds)]
@@ -154,6 +164,7 @@ def _measure(
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
         "tokens_per_second": rates,
         "processor_seconds_per_token": processor,
+        "shares_of_processor_seconds": parts,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
     _print(record, peers)
@@ -276,6 +287,22 @@ def _print(record: Json, peers: tuple[str, ...]) -> None:
     )
     click.echo(f"{conditions.format(**record)}; copy {bandwidth / 1e9:.1f} GB/s")
     click.echo("\n".join(table(head, cells)))
+    _print_shares(record["shares_of_processor_seconds"])
     for peer, package in ((BASE, "transformers"), (LLAMA, "cyllama and gguf")):
         if peer in peers and peer not in rates:
             click.echo(f"{peer} left out: install {package}", err=True)
+
+
+def _print_shares(parts: dict[str, dict[str, float]]) -> None:
+    """Percents of the processor time of a reading, by kind."""
+    if not parts:
+        return
+    kinds = sorted({kind for shares in parts.values() for kind in shares})
+    cells = [
+        [
+            name,
+            *(f"{100 * share:.1f}" for share in (matmul_share(shares), *(shares.get(k, 0) for k in kinds))),
+        ]
+        for name, shares in parts.items()
+    ]
+    click.echo("\n".join(table(["percent of processor time", "matmul", *kinds], cells)))

@@ -21,6 +21,7 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 1200,
 }
+OURS = ("int4, int4 head", "int4, int8 head", "int4, bf16 head", "bf16")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_measures_every_runner_in_every_round(
     assert ran.exit_code == 0, ran.output
     record = json.loads(out.read_text())
     rates = record["tokens_per_second"]
-    assert {"int4, int4 head", "int4, int8 head", "int4, bf16 head", "bf16"} <= set(rates)
+    assert set(OURS) <= set(rates)
     assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
     processor = record["processor_seconds_per_token"]
     assert set(processor) == set(rates) and all(len(values) == 2 for values in processor.values())
@@ -53,6 +54,11 @@ def test_measures_every_runner_in_every_round(
     packed = (weights - head) // 2 + 2 * (weights - head) // 128
     assert record["token_bytes"]["int4, bf16 head"] == packed + 2 * head, record["token_bytes"]
     assert f"{command}: qwen2.5-0.5b, 8 tokens" in ran.output
+    shares = record["shares_of_processor_seconds"]
+    kinds = {"linears", "logits", "attention", "norms", "losses", "rest"}
+    assert not shares if command == "decode" else all(kinds <= set(shares[name]) for name in OURS)
+    assert all(sum(found.values()) == pytest.approx(1) for found in shares.values())
+    assert ("percent of processor time" in ran.output) == (command == "prefill")
 
 
 def test_other_layouts_beside_int4(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
