@@ -1,5 +1,6 @@
 """Computes causal attention in plain torch: windows, chunks, soft caps and sinks.
 
+Many bfloat16 queries that see everything are left to `cpu/attention_rows.py` where that is faster.
 Legend: B batch, T tokens, H heads, K key-value heads, E head dim, S positions seen.
 """
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.quant.simd import processor
+from qconvert.runtime.cpu.attention_rows import attend_rows, attends_rows
 
 _MANY_QUERIES = 64
 """Queries from which on keys and values are widened in less time than they are multiplied in."""
@@ -65,6 +67,8 @@ def attend(
     new, seen = q_BHTE.shape[2], k_BKSE.shape[2]
     slides = window is not None and window < seen
     special = cap is not None or sinks_H is not None
+    if not slides and not special and attends_rows(q_BHTE, k_BKSE, v_BKSE):
+        return attend_rows(q_BHTE, k_BKSE, v_BKSE, scale)
     mask_TS = None
     # `is_causal` aligns the first query with the first key, not the last with the last.
     if slides or 1 < new < seen or special:

@@ -80,7 +80,8 @@ def _multiply(linears, kind, group, x, tokens, y, rank, size):  # type: ignore[n
             scales[:, row] = own[0, :groups]
         lay_panel(plain.ctypes.data, 2 * width, width // 2, panel.ctypes.data)
         out = y + 4 * first
-        multiply_panel(panel.ctypes.data, width, groups, scales.ctypes.data, x, tokens, out, 4 * rows)
+        laid, of_w = panel.ctypes.data, scales.ctypes.data
+        multiply_panel(laid, width, groups, of_w, x, 2 * width, tokens, out, 4 * rows)
 
 
 @routine

@@ -61,16 +61,16 @@ def _multiply_bf16(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # 
     for p in range(panels * rank // size, panels * (rank + 1) // size):
         first = min(PANEL * p, rows - PANEL)
         lay_panel(w + w_step * first, w_step, width // 2, panel)
-        multiply_panel(panel, width, 1, ones.ctypes.data, x, tokens, y + 4 * first, 4 * rows)
+        multiply_panel(panel, width, 1, ones.ctypes.data, x, 2 * width, tokens, y + 4 * first, 4 * rows)
 
 
 @routine
-def multiply_panel(panel, width, groups, scales, x, tokens, y, y_step):  # type: ignore[no-untyped-def]
+def multiply_panel(panel, width, groups, scales, x, x_step, tokens, y, y_step):  # type: ignore[no-untyped-def]
     """Products of all tokens with a panel of bfloat16 numbers, whose groups of columns have scales."""
     for i in range(0, tokens, FLOAT_ROWS):
         token = min(i, tokens - FLOAT_ROWS)
-        row, out = x + 2 * width * token, y + y_step * token
-        float_tile(panel, width // 2 // groups, groups, scales, row, 2 * width, out, y_step)
+        row, out = x + x_step * token, y + y_step * token
+        float_tile(panel, width // 2 // groups, groups, scales, row, x_step, out, y_step)
 
 
 @routine
