@@ -10,6 +10,7 @@ const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => 
 function measured(frame) {
   const d = frame.contentDocument, found = [];
   const say = (what, ...nodes) => found.push(what + ": " + nodes.map(n => n.textContent.trim().slice(0, 40)).join(" | "));
+  const height = d.documentElement.scrollHeight;
   for (const each of d.querySelectorAll("details")) each.open = true;
   const style = node => frame.contentWindow.getComputedStyle(node), box = node => node.getBoundingClientRect();
   if (d.documentElement.scrollWidth > frame.clientWidth) found.push("page is " + d.documentElement.scrollWidth + " wide");
@@ -50,7 +51,7 @@ function measured(frame) {
   for (const t of d.querySelectorAll("svg text:not(.number)"))
     if (contrast(rgb(style(t).fill), panel) < 4.5) say("text is hard to read", t);
   for (const m of d.querySelectorAll("svg .mark")) if (contrast(rgb(style(m).stroke), panel) < 3) say("point is hard to see", m);
-  return {found: [...new Set(found)], dark: light(panel) < 0.2, pictures: d.querySelectorAll("svg").length,
+  return {found: [...new Set(found)], height, dark: light(panel) < 0.2, pictures: d.querySelectorAll("svg").length,
     labels: d.querySelectorAll("svg text.name").length};
 }
 onload = () => { document.getElementById("out").textContent =

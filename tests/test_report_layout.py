@@ -108,8 +108,8 @@ PROBE = """<!doctype html>
 <body style="margin:0">FRAMES<pre id="out"></pre><script>SCRIPT</script>"""
 
 
-def measure(folder: Path, page: str, *, dark: bool) -> list[dict[str, Any]]:
-    """What the probe finds in the page at every width."""
+def measure(folder: Path, page: str, *, dark: bool, picture: str = "") -> list[dict[str, Any]]:
+    """What the probe finds in the page at every width; its pictures get this name."""
     (folder / "report.html").write_text(page, encoding="utf-8")
     frames = "".join(
         f'<iframe src="report.html" width="{w}" height="900" style="border:0"></iframe>' for w in WIDTHS
@@ -124,10 +124,12 @@ def measure(folder: Path, page: str, *, dark: bool) -> list[dict[str, Any]]:
     assert out and out[1], ran.stdout[-600:] + ran.stderr[-600:]
     found = json.loads(html.unescape(out[1]))
     assert isinstance(found, list)
-    if pictures := os.environ.get("QCONVERT_PICTURES"):
-        for width in WIDTHS:
-            shot = Path(pictures) / f"{page.count('<tr>')}-{width}-{scheme}.png"
-            browse(folder, "report.html", *flags[1:], f"--window-size={width},2600", f"--screenshot={shot}")
+    pictures = os.environ.get("QCONVERT_PICTURES")
+    if pictures and picture:
+        for width, seen in zip(WIDTHS, found, strict=True):
+            shot = Path(pictures) / f"{picture}-{width}-{scheme}.png"
+            size = f"--window-size={width},{seen['height']}"
+            browse(folder, "report.html", *flags[1:], size, f"--screenshot={shot}")
     return found
 
 
@@ -137,7 +139,10 @@ def measure(folder: Path, page: str, *, dark: bool) -> list[dict[str, Any]]:
 def test_nothing_leaves_its_box_and_no_label_lies_on_a_point(
     base: PerplexityReport, tmp_path: Path, count: int, dark: bool
 ) -> None:
-    for width, found in zip(WIDTHS, measure(tmp_path, document(base, count), dark=dark), strict=True):
+    page = document(base, count)
+    for width, found in zip(
+        WIDTHS, measure(tmp_path, page, dark=dark, picture=f"{count}-models"), strict=True
+    ):
         assert (width, found["found"]) == (width, [])
         assert found["dark"] == dark and found["labels"] == count and found["pictures"] == 2 + count
 
@@ -170,3 +175,13 @@ def test_the_probe_sees_a_label_on_a_point(base: PerplexityReport, tmp_path: Pat
     assert any(
         "label on a point" in each for found in measure(tmp_path, page, dark=False) for each in found["found"]
     )
+
+
+def test_figures_come_before_where_they_are_from(base: PerplexityReport) -> None:
+    page = document(base, 12)
+    said = re.findall(r'<div class="verdict">|<h2>([^<]*)</h2>|<summary>([^<]*)</summary>', page)
+    headings = ["".join(each) for each in said]
+    assert headings[:2] == ["", "Quality"] and headings[3] == "Size against quality"
+    assert headings.index("Size against quality") < headings.index("Words")
+    assert headings.index("Words") < headings.index("How it was measured") < headings.index("Files measured")
+    assert headings[-1].startswith("Errors of the weights")  # collapsed

@@ -22,6 +22,11 @@ def texts(svg: str) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).iter() if element.tag == "text"]
 
 
+def test_a_wide_range_of_sizes_has_more_than_two_ticks() -> None:
+    texts = [text for _, text in linear_axis("size on disk, MB", [680, 1790]).ticks]
+    assert texts == ["750", "1000", "1250", "1500", "1750"]
+
+
 def test_axes_place_numbers_and_hold_those_outside_at_their_ends() -> None:
     linear, log = Axis("", 10, 20, ()), Axis("", 0.001, 10, (), log=True)
     assert [linear.at(x) for x in (5, 10, 15, 20, 99)] == [0, 0, 0.5, 1, 1]

@@ -97,6 +97,7 @@ class PerplexityReport:
             glossary=GLOSSARY_ALONE if self.reference is None else GLOSSARY,
             details=tuple(self._details()),
             samples=tuple(_sample(i, sample) for i, sample in enumerate(self.samples)),
+            sources=self._sources(),
         )
 
     def _facts(self) -> Iterator[tuple[str, str]]:
@@ -129,9 +130,10 @@ class PerplexityReport:
             compared.append((f"{self.reference}, again", self.noise_floor))
             rows = (_distance_row(label, versus) for label, versus in compared if versus is not None)
             yield Grid(f"Distance from {self.reference}, in nats", head, tuple(rows))
-        if any(model.origin for model in self.models):
-            labels = [model.label for model in self.models if model.origin]
-            yield origins_grid(labels, [model.origin for model in self.models if model.origin])
+
+    def _sources(self) -> tuple[Grid, ...]:
+        known = [(model.label, model.origin) for model in self.models if model.origin]
+        return (origins_grid(*zip(*known, strict=True)),) if known else ()
 
     def _details(self) -> Iterator[Grid]:
         if any(report.errors for report in self.weights):

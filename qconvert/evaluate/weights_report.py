@@ -68,11 +68,12 @@ class WeightReport:
         return Page(
             "Errors of the weights",
             facts,
-            (Grid("By role", head, rows + total), *files),
+            (Grid("By role", head, rows + total),),
             self.notes,
             verdict=self.verdict,
             glossary=GLOSSARY_WEIGHTS,
             details=layer_grids([self]),
+            sources=files,
         )
 
 

@@ -12,6 +12,8 @@ _LOG_ABOVE = 5.0
 """Numbers whose largest is so many times the smallest are shown on a logarithmic axis."""
 _FACTORS = ((0.8, (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)), (2.2, (1.0, 2.0, 5.0)), (math.inf, (1.0,)))
 """Ticks within a decade, for logarithmic axes shorter than so many decades."""
+_STEPS, _MOST_TICKS = (1, 2, 2.5, 5, 10, 20), 6
+"""Between ticks of linear axes, times a power of ten; and so many ticks at most."""
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -44,15 +46,20 @@ def fitted_axis(label: str, values: Sequence[float], floor: float = 0.0) -> Axis
 
 
 def linear_axis(label: str, values: Sequence[float]) -> Axis:
-    """An axis around the numbers with three to seven round ticks."""
+    """An axis around the numbers with three to six round ticks."""
     low, high = min(values), max(values)
     room = (high - low) * _ROOM or abs(high) * 0.1 or 1.0
     bottom = low - room
     low, high = (0.0 if bottom < 0 < low else bottom), high + room
-    power = 10.0 ** math.floor(math.log10((high - low) / 5))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= (high - low) / 5)
-    ticks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    power = 10.0 ** math.floor(math.log10((high - low) / 7))
+    choices = ([step * i for i in _within(low, high, step)] for step in (power * f for f in _STEPS))
+    ticks = next(ticks for ticks in choices if len(ticks) <= _MOST_TICKS)
     return Axis(label, low, high, tuple((tick, f"{tick:.10g}") for tick in ticks))
+
+
+def _within(low: float, high: float, step: float) -> range:
+    """The multiples of a step that lie between two numbers."""
+    return range(math.ceil(low / step), math.floor(high / step) + 1)
 
 
 def log_axis(label: str, values: Sequence[float], floor: float = 1e-9) -> Axis:

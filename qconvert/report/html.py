@@ -20,7 +20,7 @@ class Figure:
 
 
 _OPEN_PICTURES = 6
-"""So many pictures are shown; the others are folded, for who wants to see them."""
+"""So many pictures are shown; the others are collapsed."""
 
 
 _LONG = 16
@@ -30,30 +30,36 @@ _LONG = 16
 def to_html(page: Page, figures: Sequence[Figure]) -> str:
     """The page and its pictures as a whole HTML document.
 
-    The verdict comes first, then tables and remarks, how it was measured, pictures, samples, what is long and
-    therefore folded, and the glossary.
+    The verdict comes first, then tables and remarks, pictures, samples, the glossary, how and of what files
+    it was measured, and what is long and therefore collapsed.
     """
     pictures = "\n".join(map(_figure, figures[:_OPEN_PICTURES]))
     blocks = [
-        "\n".join(f'<p class="verdict">{escape(line)}</p>' for line in page.verdict),
+        _verdict(page.verdict),
         *(_section(grid.title, _table(grid)) for grid in page.grids),
         "\n".join(f'<p class="note">{escape(note)}</p>' for note in page.notes),
-        _section("How it was measured", _list(page.facts)),
         f'<div class="figures">{pictures}</div>' if figures else "",
-        *(_folded(figure.title, _drawn(figure)) for figure in figures[_OPEN_PICTURES:]),
         *(_section(sample.title, _sample(sample)) for sample in page.samples),
-        *(_folded(grid.title, _table(grid)) for grid in page.details),
         _section("Words", _list(page.glossary)) if page.glossary else "",
+        _section("How it was measured", _list(page.facts)),
+        *(_section(grid.title, _table(grid)) for grid in page.sources),
+        *(_collapsed(figure.title, _drawn(figure)) for figure in figures[_OPEN_PICTURES:]),
+        *(_collapsed(grid.title, _table(grid)) for grid in page.details),
     ]
     body = "\n".join(block for block in blocks if block)
     return _DOCUMENT.format(title=escape(page.title), style=STYLE, body=body)
+
+
+def _verdict(lines: Sequence[str]) -> str:
+    said = "\n".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<div class="verdict">{said}</div>' if lines else ""
 
 
 def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
-def _folded(title: str, body: str) -> str:
+def _collapsed(title: str, body: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 

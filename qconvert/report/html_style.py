@@ -11,11 +11,11 @@ _DASHES = ("none", "7 4", "2 4", "9 3 2 3", "14 4")
 STYLE = """
 :root { color-scheme: light dark;
   --ground: #fbfaf8; --panel: #fff; --ink: #1f2328; --soft: #59636e; --rule: #e4e1db; --heat: #8f2f10;
-  --mark: #fbe3b0;
+  --mark: #fbe3b0; --shade: #0003;
   --s0: #1f6fb2; --s1: #b85c00; --s2: #0b7a5b; --s3: #a8427d; --s4: #7a6a00; --s5: #5b50b5; }
 @media (prefers-color-scheme: dark) { :root {
   --ground: #15171a; --panel: #1d2024; --ink: #e6e4df; --soft: #a2a9b1; --rule: #343a40; --heat: #ff9466;
-  --mark: #5a4310;
+  --mark: #5a4310; --shade: #fff2;
   --s0: #6cb6f2; --s1: #f0a24f; --s2: #4cc9a0; --s3: #e58bbd; --s4: #d6c553; --s5: #a9a0f5; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink);
@@ -27,9 +27,11 @@ summary { margin: 0; cursor: pointer; }
 details[open] summary { margin-bottom: 10px; }
 section, figure, details { background: var(--panel); border: 1px solid var(--rule); border-radius: 10px;
   padding: 16px; margin: 0 0 16px; min-width: 0; }
-.verdict { font-size: 1.1rem; line-height: 1.4; margin: 0 0 6px; overflow-wrap: anywhere; }
-.verdict:last-of-type { margin-bottom: 18px; }
-.scroll { overflow-x: auto; }
+.verdict { font-size: 1.1rem; line-height: 1.4; margin: 0 0 18px; overflow-wrap: anywhere; }
+.verdict p { margin: 0 0 6px; }
+.scroll { overflow-x: auto;
+  background: linear-gradient(to left, var(--panel) 50%, transparent) right / 48px 100% no-repeat local,
+    linear-gradient(to left, var(--shade), transparent) right / 14px 100% no-repeat scroll; }
 table { border-collapse: collapse; width: 100%; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 7px 0 7px 14px; white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }
@@ -50,7 +52,7 @@ svg text.small, svg text.number { font-size: 11px; }
 .line, .bar { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .bar { stroke-width: 1.5; }
 .mark { stroke-width: 2; }
-.hollow { fill: var(--panel) !important; }
+.hollow { fill: var(--panel) !important; fill-opacity: 0.4; }
 .front { fill: none; stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 4 3; }
 .leader { stroke: var(--soft); stroke-width: 1; }
 svg text.name { paint-order: stroke; stroke: var(--panel); stroke-width: 3px; stroke-linejoin: round; }

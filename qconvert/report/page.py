@@ -42,7 +42,7 @@ class Page:
     """A title, labelled facts on the conditions of the results, tables, and remarks.
 
     `verdict` says the result in sentences, `glossary` what words of the tables mean and which numbers are
-    good; `details` are tables for those who look closer.
+    good; `details` are tables for those who look closer, `sources` say what files the results are of.
     """
 
     title: str
@@ -53,12 +53,14 @@ class Page:
     glossary: tuple[tuple[str, str], ...] = ()
     details: tuple[Grid, ...] = ()
     samples: tuple[Sample, ...] = ()
+    sources: tuple[Grid, ...] = ()
 
 
 def number(value: float, se: float | None = None, digits: int = 5) -> str:
-    """A number to two digits of its standard error, `13.070 ± 0.043`; without one, to `digits`."""
+    """A number to two digits of its standard error, `13.070 ± 0.043`; without one, to `digits` (`1.0000`)."""
     if not se:
-        return f"{value:.{digits}g}"
+        every = "#" if se is None and value else ""  # zeros at the end too: what is below each other aligns
+        return f"{value:{every}.{digits}g}".removesuffix(".")
     last = math.floor(math.log10(se)) - 1
     if 0 < abs(value) < 1e-3:
         return f"{value:.{max(0, math.floor(math.log10(abs(value))) - last)}e} ± {se:.1e}"
@@ -73,7 +75,10 @@ def to_terminal(page: Page, *, glossary: bool = True, columns: int | None = None
     prose = min(columns or _COLUMNS, _COLUMNS)
     verdict = [line for sentence in page.verdict for line in _filled(sentence, prose)]
     blocks = [[page.title], verdict, _aligned(page.facts, columns)]
-    blocks += [[grid.title, *table(grid.head, grid.rows, grid.left, columns)] for grid in page.grids]
+    blocks += [
+        [grid.title, *table(grid.head, grid.rows, grid.left, columns)]
+        for grid in (*page.grids, *page.sources)
+    ]
     notes = [f"Note: {note}" for note in page.notes]
     blocks += [[line for note in notes for line in (_filled(note, columns) if columns else [note])]]
     if glossary and page.glossary:
@@ -86,7 +91,7 @@ def to_markdown(page: Page) -> str:
     """The page as Markdown: facts and glossary as lists, tables as pipe tables."""
     blocks = [[f"# {page.title}"], [f"**{_text(line)}**  " for line in page.verdict]]
     blocks += [[f"- {label}: {value}" for label, value in page.facts]]
-    for grid in (*page.grids, *page.details):
+    for grid in (*page.grids, *page.sources, *page.details):
         rule = ["---" if i < grid.left else "---:" for i in range(len(grid.head))]
         blocks += [[f"## {grid.title}"], [_pipes(row) for row in (grid.head, rule, *grid.rows)]]
     for sample in page.samples:
