@@ -1,4 +1,4 @@
-"""Takes back, or finishes, what a killed run had named of the files of one output.
+"""Reverts or completes the renaming of the files of one output that a killed run left half done.
 
 Several parts cannot get their names in one step. Before the first is named, a record of all is written beside
 them; the next run tells by it which files under final names are parts of an output that was never finished.
@@ -17,7 +17,7 @@ from qconvert.formats.io.local_file import explained, flush, read_exactly, sync,
 
 _SUFFIX = ".partial-parts"
 _MAX_BYTES = 4 << 20
-# A file is known by where and when it was written; renaming changes none of it.
+# A file is identified by its inode and times, which renaming does not change.
 _Identity = list[int]
 
 

@@ -85,7 +85,7 @@ def _mapped(path: Path) -> Iterator[str]:
     try:
         raw = read_bounded(path, _MAX_JSON)
         mapping = parse_json_object(raw, path.name).get("auto_map") if b"auto_map" in raw else None
-    except CorruptCheckpoint:  # whoever reads the file for what it says refuses it
+    except CorruptCheckpoint:  # the reader of the file's content refuses it
         return
     for value in mapping.values() if isinstance(mapping, dict) else ():
         for reference in value if isinstance(value, list) else [value]:

@@ -1,6 +1,6 @@
-"""Scans headers and shard indexes that are spelled as libraries spell them, without a value for each bracket.
+"""Scans headers and shard indexes written in the form that libraries write, without a value for each bracket.
 
-Half a million tensors are a few columns then. Whatever is spelled otherwise is left to the strict parser
+Half a million tensors are a few columns then. Any other form is left to the strict parser
 (`formats.io.strict_json`), which reads it, or says what is wrong with it; a scan that succeeds gives what
 that parser would.
 """

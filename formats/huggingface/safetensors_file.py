@@ -179,7 +179,7 @@ def parse_header(
 
 
 def _scanned(raw: bytes, path: Path, size: int, most: int) -> SafetensorsHeader | None:
-    """The header, where it is spelled as usual and nothing is wrong with it."""
+    """The header, where it has the usual form and is valid."""
     found = scan_header(raw, most)
     if found is None or len(found.names) > most:
         return None

@@ -216,7 +216,7 @@ def _laid_out(shard: _Shard, forms: _Forms) -> ArrayTable:
 
 
 def _is_escaped(shard: _Shard, forms: _Forms) -> bool:
-    """Whether JSON spells a name otherwise than it is."""
+    """Whether JSON escapes characters of a name."""
     ends = (end for number in set(shard.numbers) for end, _ in forms.of[number])
     text = "".join(chain(shard.names, ends))
     return not (text.isascii() and text.isprintable()) or '"' in text or "\\" in text
@@ -233,7 +233,7 @@ def _head_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterat
 
 
 def _header_bytes(table: ArrayTable, metadata: Mapping[str, str] | None, *, escaped: bool) -> int:
-    """The length of the header, without making it where names are spelled there as they are."""
+    """The length of the header; it is made only where JSON escapes names."""
     if not len(table) or escaped:
         return sum(map(len, _header_parts(table, metadata)))
     said = [len(each) for each, _ in _said_of_kinds(table)]
@@ -271,7 +271,7 @@ def _header_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iter
 
 
 def _index_bytes(tables: Mapping[str, ArrayTable], total_parameters: int | None, *, escaped: bool) -> int:
-    """The length of the index, without making it where names are spelled there as they are."""
+    """The length of the index; it is made only where JSON escapes names."""
     if escaped:
         return sum(map(len, _index_parts(tables, total_parameters, in_order=False)))
     said = json.dumps(_index_fields(tables, total_parameters), indent=2, sort_keys=True)

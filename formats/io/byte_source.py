@@ -22,7 +22,7 @@ _LOCAL_CALL_BYTES = 8192
 class ByteSource(Protocol):
     """The bytes of one file, at hand for any thread.
 
-    `call_bytes` is how many bytes come in the time that asking for them costs; `has_bytes` is False where
+    `call_bytes` is how many bytes come in the time that one request takes; `has_bytes` is False where
     only the header may be read. `read_into` fills a buffer with the bytes at an offset, or raises
     QConvertError; `read_all` fills many at rising offsets, and may cost less.
     """

@@ -2,12 +2,12 @@
 
 A journal is a text file of lines that are only ever appended: a checksum, and a JSON array. The first line
 says whose work it is; records follow, in groups, each closed by a line with its number of records. The
-invariant: a record stands in a whole group only if the bytes that it speaks of were on the disk before it was
+invariant: a record stands in a whole group only if the bytes that it records were on the disk before it was
 written, so that whatever survives a kill or a power cut can be trusted. Everything from the first line on
 that is torn or damaged, or in a group that was never closed, does not count.
 
-The checksum is salted anew in every journal, so that what an earlier file has left on the disk is not taken
-for it (as in the write-ahead log of SQLite). What records hold is not known here.
+Every journal has a salt of its own in the checksum, so that what an earlier file has left on the disk is not
+read as part of it (as in the write-ahead log of SQLite). The content of records is up to the caller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qconvert.formats.io.strict_json import read_bounded
 FILE_NAME = ".qconvert-journal"
 """Its name in the folder of an output."""
 VERSION = 1
-"""That of the records; whoever begins a journal puts it into the job."""
+"""That of the records; the caller that begins a journal puts it into the job."""
 # A group is closed when so many bytes wait for it, or after so many seconds: no more than that is done again.
 GROUP_BYTES = 64 << 20
 GROUP_SECONDS = 2.0
@@ -93,7 +93,7 @@ def load(path: Path) -> Journal | None:
 
 
 def discard(path: Path) -> None:
-    """Remove a journal, if it is there, before what it speaks of is changed; waits for the disk."""
+    """Remove a journal, if it is there, before the bytes that it records are changed; waits for the disk."""
     if path.exists() or path.is_symlink():
         with explained(f"{path}: cannot be removed"):
             path.unlink()
@@ -274,7 +274,7 @@ class GroupCommit:
             with self._changed:
                 self._changed.wait_for(self._is_due, GROUP_SECONDS)
                 pressed = self._pressed
-                # Taken before flushing: what they speak of has been written by now.
+                # Taken before flushing: the bytes that they record have been written by now.
                 taken, self._waiting = self._waiting, []
                 nbytes, self._nbytes = self._nbytes, 0
                 last = self._closing

@@ -19,7 +19,7 @@ INDEX_BYTES = 512 << 20  # Kimi-K3 as GPTQ has 989,184 arrays, and an index of 1
 SAFETENSORS_TENSORS = 1 << 17  # of one file; Kimi-K3, the largest in use, has 497,220 in 96 files
 STATISTICS_TENSORS = 1 << 18  # of a file of ours that is read as a whole, with four keys for each
 METADATA_KEYS = 1 << 16
-# Elements of a tensor without bytes, if its zero were one: whoever walks its rows is done in no time.
+# Elements of a tensor without bytes, if its zero were one: so a loop over its rows is short.
 EMPTY_ELEMENTS = 1 << 24
 
 # --- GGUF

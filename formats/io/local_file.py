@@ -129,7 +129,7 @@ def claim(path: Path) -> int:
     """Creates a file or takes it as it is, and locks it, so that no other run writes it.
 
     Returns the descriptor. One that has a second name, as a run that was killed while it named its output
-    leaves, is created anew. Raises OutputBusy while another run is alive, QConvertError where no file can be
+    leaves, is created again. Raises OutputBusy while another run is alive, QConvertError where no file can be
     written.
     """
     with explained(f"{shown(path.name)}: cannot be created"):

@@ -170,7 +170,7 @@ class FileSink:
         resumed: bool = False,
         sparse: bool = False,
     ) -> None:
-        """Lays out the files in `folder`; QConvertError if they do not fit on its disk.
+        """Allocates the files in `folder`; QConvertError if they do not fit on its disk.
 
         Files the caller has `claimed` (see `local_file.claim`) exist; otherwise none may exist. With
         `resumed` all are there in their full size, and hold what an earlier run has written. `sparse` ones

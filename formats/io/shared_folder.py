@@ -1,10 +1,10 @@
-"""Lets processes, on one machine or many, do the tasks of one job together through a folder they share.
+"""Divides the tasks of one job among processes, on one machine or many, through a folder that they share.
 
-A task is done once its receipt has its name. Whoever does a task writes what it makes into a folder of its
-own, brings it to the disk, and then names the receipt, which says where that lies. The invariants: a receipt
-gets its name once, by whoever is first, and is never changed; what it speaks of was on the disk before; and
-two processes never write into one file. So whatever is done twice, by a process that was taken for dead, is
-waste and does no damage.
+A task is done once its receipt has its name. The process that does a task writes what it makes into a folder
+of its own, brings it to the disk, and then names the receipt, which says where that is. The invariants: a
+receipt gets its name once, by the first that finishes, and is never changed; the bytes that it records were
+on the disk before; and two processes never write into one file. So a task that is done twice, by a process
+that was assumed to be dead, is wasted and does no damage.
 
 Claims only spare that waste: a process leaves the tasks alone that another one has claimed, unless that is
 gone from this machine, or has not touched its claim for two minutes. Nothing else passes between processes.
@@ -32,7 +32,7 @@ from qconvert.formats.io.journal import Record, first_difference, load, whole
 from qconvert.formats.io.local_file import explained, name_new, sync, write_exactly
 
 SUFFIX = ".partial-ranks"
-# A claim is touched so often, and counts for nothing when it was not touched for so long.
+# A claim is touched so often, and expires when it was not touched for so long.
 TOUCH_SECONDS = 15.0
 STALE_SECONDS = 120.0
 WAIT_SECONDS = 0.2, 2.0  # between two looks at what others have done: at first, and at most
@@ -53,7 +53,7 @@ def is_shared(out: Path) -> bool:
 
 
 def settings_of(out: Path) -> Json:
-    """The settings of whoever began the unfinished output `out`; none where nobody has."""
+    """The settings of the process that began the unfinished output `out`; none where there is none."""
     found = load(shared_folder(out) / _JOB)
     return {} if found is None else found.settings
 
@@ -73,9 +73,9 @@ class Receipt:
 class SharedFolder:
     """A shared folder, as one process sees it.
 
-    `settings` are those of whoever began the job, `job` the hash of its facts; `own` is a folder that no
-    other process writes into, `finished` one that all put whole files into; `receipts` are those seen so
-    far, by task.
+    `settings` are those of the process that began the job, `job` the hash of its facts; `own` is a folder
+    that no other process writes into, `finished` one that all put whole files into; `receipts` are those
+    seen so far, by task.
     """
 
     def __init__(self, path: Path, job: Json, settings: Json) -> None:
@@ -116,8 +116,8 @@ class SharedFolder:
         return found.settings
 
     def close(self) -> None:
-        """Remove this process's own folder, unless a receipt speaks of it; the shared one, if it is empty."""
-        with suppress(OSError, QConvertError):  # in doubt, what a receipt may speak of stays
+        """Remove this process's own folder, unless a receipt names it; the shared one, if it is empty."""
+        with suppress(OSError, QConvertError):  # in doubt, what a receipt may name stays
             # A signal can come between the name of a receipt and the look that would find it.
             self.look([path.stem for path in self.path.glob(f"*{_RECEIPT}")])
             if all(receipt.folder != self.own for receipt in self.receipts.values()):
@@ -188,7 +188,7 @@ class SharedFolder:
                 lines = whole(self._mark, {"folder": self._nonce}, do(task))
                 try:
                     self._name(f"{task}{_RECEIPT}", lines)
-                except FileExistsError:  # this process was taken for dead, and another was faster
+                except FileExistsError:  # this process was assumed to be dead, and another was faster
                     (self.own / task).unlink(missing_ok=True)
             return claimed
 
@@ -241,7 +241,7 @@ class SharedFolder:
                 path.unlink(missing_ok=True)
 
     def _claim(self, path: Path, task: str) -> int | None:
-        """Claim a task nobody is at; returns the open claim, None where another process has it."""
+        """Claim a task that no process does; returns the open claim, None where another process has it."""
         holder = {"machine": _machine(), "process": os.getpid(), "folder": self._nonce}
         words = memoryview(json.dumps(holder).encode())
         try:
@@ -254,7 +254,7 @@ class SharedFolder:
         gone = _is_gone(before)
         if not gone and not self._is_stale(path):
             return None
-        if gone and self.look([task]):  # it can name no receipt any more, so what it left counts for nothing
+        if gone and self.look([task]):  # it can name no receipt any more, so what it left is not used
             (self.path / str(before["folder"]) / task).unlink(missing_ok=True)
         taken = self.own / path.name
         fd = os.open(taken, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -266,7 +266,7 @@ class SharedFolder:
         return None
 
     def _is_stale(self, path: Path) -> bool:
-        """Whether a claim was not touched for long, by the clock of whoever keeps the files."""
+        """Whether a claim was not touched for long, by the clock of the file server."""
         clock = self.own / "clock"
         clock.touch()
         try:
@@ -286,7 +286,7 @@ def _is_ours(entry: Path) -> bool:
 
 
 def _holder(path: Path) -> Json:
-    """Who has a claim; nobody where it is gone, or not yet written."""
+    """The owner of a claim; empty where it is gone, or not yet written."""
     with suppress(OSError, ValueError):
         found = json.loads(path.read_bytes()[:1000])
         if isinstance(found, dict) and _OWN.fullmatch(str(found.get("folder"))):

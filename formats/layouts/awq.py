@@ -158,7 +158,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
             "version": "gemm",
             "modules_to_not_convert": sorted(kept) or None,
         }
-        # GPTQModel looks here for them, and has no mind for the other key.
+        # GPTQModel reads them from this key only.
         beside = left_plain(sorted(kept))
         settings |= {"dynamic": beside} if beside else {}
         return {"quantization_config": settings}

@@ -1,7 +1,7 @@
 """Checks the arrays of a checkpoint against what its config claims about them.
 
-Every reader asks the same questions: is each array of a weight there, has it the shape that the encoding
-asks for, and does the config say the same. The answers name the array and the config's key.
+Every reader makes the same checks: whether each array of a weight is there, has the shape that the encoding
+needs, and agrees with the config. Errors name the array and the config's key.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:
 
 
 def check_parts(layout: Layout, tensor: ModelTensor, source: Source) -> ModelTensor:
-    """The tensor, once every array that stores it has the type and shape its encoding asks for."""
+    """The tensor, once every array that stores it has the type and shape that its encoding needs."""
     for spec in layout.stored_arrays(tensor):
         _check_part(tensor, spec.name, (spec.dtype, spec.shape), source)
     return tensor
@@ -172,7 +172,7 @@ def gathered(
 ) -> tuple[L, dict[str, ModelTensor]]:
     """The layout, and every tensor of a checkpoint: the quantized ones and, as they are, all other arrays.
 
-    CorruptCheckpoint names an array of a quantized tensor that is not as its encoding asks, or, where no
+    CorruptCheckpoint names an array of a quantized tensor that does not fit its encoding, or, where no
     tensor is quantized, what is `missing` of the layout (`method` is what the config says). Arrays `beside`
     the weights are no tensors of the model.
     """
@@ -192,7 +192,7 @@ def gathered(
 
 
 def check_claimed(found: Mapping[str, ModelTensor], method: str, missing: str) -> None:
-    """Raise if a config that claims a quantization lies over plain weights only."""
+    """Raise if a config that claims a quantization has plain weights only."""
     if any(not isinstance(tensor.encoding, Unquantized) for tensor in found.values()):
         return
     linears = [name for name in found if name.endswith("_proj.weight")] or ["every weight"]

@@ -173,7 +173,7 @@ def _read(stretch: Stretch, want: Encoding, source: Source, first: int, last: in
 
 
 def _undone(value: Value, stretch: Stretch, want: Encoding) -> np.ndarray:
-    """The rows in the model's order and as its numbers, in the encoding that is wanted."""
+    """The rows in the model's order and as its numbers, in the encoding requested."""
     from qconvert.quant.casts import cast
     from qconvert.quant.dequantize import numbers
 

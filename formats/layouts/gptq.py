@@ -285,7 +285,7 @@ def _bits(base: str, qweight: TensorSpec, source: Source, said: list[object]) ->
 
 
 class _Orders:
-    """Tells from each g_idx whether the columns are in another order than that of their groups."""
+    """Determines from each g_idx whether the columns are in another order than that of their groups."""
 
     def __init__(self, source: Source, settings: Json) -> None:
         self._source, self._settings, self._is_read = source, settings, source.has_weights

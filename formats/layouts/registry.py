@@ -1,4 +1,4 @@
-"""Knows every layout by name: one line for each, and the file that declares it is imported when asked for.
+"""Finds every layout by name: one line for each, and the file that declares it is imported when it is needed.
 
 The order of names is that of help texts, hints and the documentation's table.
 """

@@ -11,7 +11,7 @@ from qconvert.formats.io.array_table import Parts
 
 
 class StoredArrays:
-    """Tells what arrays tensors have in a layout, once for many tensors alike."""
+    """Lists the arrays of tensors in a layout, once for many tensors alike."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

@@ -1,4 +1,4 @@
-"""Says how torchao rebuilds its classes: the metadata of files, and the settings in config.json.
+"""Describes how torchao rebuilds its classes: the metadata of files, and the settings in config.json.
 
 Sources: torchao 0.18 (`prototype/safetensors`, `core/config.py`), transformers 5.23
 (`integrations/torchao.py`).

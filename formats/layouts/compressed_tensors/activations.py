@@ -89,7 +89,7 @@ def _pattern(targets: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def scheme_of(args: Mapping[str, object]) -> ActivationScheme:
-    """The scheme that `input_activations` declare; UnsupportedModel for one that is not known here."""
+    """The scheme that `input_activations` declare; UnsupportedModel for an unknown one."""
     bits, kind, dynamic = args.get("num_bits"), args.get("type", "int"), args.get("dynamic", False)
     shared, scales = _SHARED.get(str(args.get("strategy"))), _SCALES.get(str(args.get("scale_dtype")))
     size, symmetric = args.get("group_size"), args.get("symmetric", True) is True

@@ -1,4 +1,4 @@
-"""Tells the encodings of a compressed-tensors model from its `quantization_config`, without its arrays.
+"""Determines the encodings of a compressed-tensors model from its `quantization_config`, without its arrays.
 
 Source: compressed-tensors 0.20, `quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`.
 """
@@ -19,7 +19,7 @@ from qconvert.formats.layouts.compressed_tensors.reading import check_format
 
 
 def promise(config: Json) -> Promise:
-    """What `config_groups` and `ignore` say of linears and the head; routers are taken for plain."""
+    """What `config_groups` and `ignore` say of linears and the head; routers are assumed to be plain."""
     settings, decoded = checks.settings_of(config), checks.dtype_of(config)
     check_format(settings)
     formats = {group.get("format") or settings.get("format") for group in groups_of(settings)}

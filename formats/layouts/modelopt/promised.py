@@ -1,4 +1,4 @@
-"""Tells the encodings of a ModelOpt model from its `quantization_config`, without its arrays.
+"""Determines the encodings of a ModelOpt model from its `quantization_config`, without its arrays.
 
 Source: ModelOpt 0.47, `export/quant_utils.py` (process_layer_quant_config, get_quant_config).
 """
