@@ -59,7 +59,7 @@ class MissingExtra(QConvertError):
 
 
 class UnsupportedModel(QConvertError):
-    """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
+    """The checkpoint is sound, but its architecture or one of its tensors is unknown."""
 
 
 class BadRecipe(QConvertError):

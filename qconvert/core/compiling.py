@@ -1,4 +1,4 @@
-"""Lets callers hear that kernels are being compiled, without importing the compiler."""
+"""Notifies callers that kernels are being compiled, without importing the compiler."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def after_compiling(act: Callable[[], None]) -> Iterator[None]:
 
 
 def enter_compiler() -> None:
-    """Note that this thread asks for the compiler's lock; a thread may ask again for what it holds."""
+    """Note that this thread waits for the compiler's lock, which it may hold already."""
     _DEPTH.locks += 1
 
 

@@ -96,7 +96,7 @@ class GGMLType(Enum):
 
 TYPE_BY_NUMBER = {kind.number: kind for kind in GGMLType}
 
-# The block types that `quant.ggml.encode_rows` writes; named here so that asking imports no kernels.
+# The block types that `quant.ggml.encode_rows` writes; named here so that a look-up imports no kernels.
 WRITTEN = frozenset((
     "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M",
     "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "Q1_0", "Q2_0",

@@ -179,7 +179,7 @@ class LayoutTraits:
     says that the config has one setting for all weights: with zero points or without.
 
     Tensors. `act_order` stores the group of every column. `packs` says along what codes share a 32-bit word;
-    `folds` are, where groups of codes lie upon each other in a word, the bits of a code, how many groups do,
+    `folds` are, where groups of codes are interleaved in a word, the bits of a code, how many groups do,
     and the bytes of a word; `symmetric_zeros` stores zero points of symmetric weights too; `embeddings` that
     are quantized: none, with symmetric integers, or any. `experts` are stacked or not as the source has them
     ("any"), always one linear each ("apart"), or always in the input-major stacks of the model's class, and
@@ -257,7 +257,7 @@ class LayoutTraits:
         """The integers that come nearest to what a weight was, in rows of `width` columns.
 
         Where its groups are smaller than all of the layout's (16 columns of Q6_K, in MLX), groups of 64 with
-        the next higher number of bits: their steps are finer, which makes up for the ranges that are shared.
+        the next higher number of bits: their finer steps compensate for ranges that are shared.
         `symmetric` says whether they may, or must, do without zero points. The layout must have integers.
         """
         assert self.integers is not None, self.name

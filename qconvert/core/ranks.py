@@ -1,7 +1,7 @@
 """Divides named tasks among processes that make one output together.
 
 Which process begins with which task is a function of the tasks and the number of processes alone, so that
-nobody has to be asked.
+no process has to ask another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_divided(rank: Rank | None) -> TypeGuard[Rank]:
 
 
 def owners(costs: Mapping[str, int], world: int) -> dict[str, int]:
-    """The number of the process that owns each task: the costliest first, each to whoever has least so far.
+    """The number of the process that owns each task: the costliest first, each to the process with least.
 
     The costliest share is at most 4/3 of what any division could do (R. L. Graham, Bounds on multiprocessing
     timing anomalies, 1969).

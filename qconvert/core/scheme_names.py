@@ -1,4 +1,4 @@
-"""Knows schemes by the names that other tools give them: what each is here, or what comes nearest to it.
+"""Translates the names of schemes in other tools: to the same scheme here, or to the nearest one.
 
 Sources: PRESET_SCHEMES of compressed-tensors 0.20 (`quantization/quant_scheme.py`), which are
 llm-compressor's names; `bnb_4bit_quant_type` of bitsandbytes' settings in transformers.

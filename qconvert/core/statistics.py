@@ -69,7 +69,7 @@ class RowStatistics:
     """Statistics of the inputs of rows [first, last) of a block of rows.
 
     `second_moments_I` float32 [I]: the mean square of every input column. `rounding` is there where codes
-    are to be chosen with error feedback, `outputs` where rows make up for one another's errors too.
+    are to be chosen with error feedback, `outputs` where rows compensate one another's errors too.
     """
 
     first: int
@@ -115,7 +115,7 @@ class InputHessian:
 
     @property
     def blocks(self) -> tuple[InputHessian, ...]:
-        """The columns whose errors make up for one another: all."""
+        """The columns whose errors compensate one another: all."""
         return (self,)
 
     @property

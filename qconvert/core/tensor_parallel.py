@@ -1,4 +1,4 @@
-"""Says how tensor parallelism cuts a model: which side of a linear, and in pieces of what size.
+"""Describes how tensor parallelism cuts a model: which side of a linear, and in pieces of what size.
 
 Source: `QKVParallelLinear`, `MergedColumnParallelLinear` and `RowParallelLinear` of vLLM 0.33
 (`model_executor/layers/linear.py`) and their parameters' packing (`model_executor/parameter.py`).

@@ -1,5 +1,5 @@
-"""Says which version of qconvert this is."""
+"""Holds the version of qconvert."""
 
 __version__ = "0.1.0"
 NUMERICS = 1
-"""Goes up whenever any byte of an output may change: a run does not go on with one of another number."""
+"""Goes up whenever any byte of an output may change: a run is not resumed under another number."""

@@ -101,6 +101,6 @@ def _read(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.parent.name != "pydoc_data" or path.stem != "topics":
         return text
-    # The language reference as prose: up to Python 3.12 the file spells it in quoted one-line pieces.
+    # The language reference as prose: up to Python 3.12 the file has it in quoted one-line pieces.
     values = [node.value for node in ast.parse(text).body if isinstance(node, ast.Assign)]
     return "\n\n".join(prose for value in values for prose in ast.literal_eval(value).values())

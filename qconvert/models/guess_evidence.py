@@ -3,7 +3,7 @@
 Three answers: a linear, kept as it is, or open. A weight is a linear when its name is one that modelling
 files give to linears, or when its inputs are a width that the layer makes; it is kept when it is a vector, a
 convolution, a bare parameter, or named like a norm, a router, an embedding. What is neither is left open:
-nothing is quantized because nobody objected.
+nothing is quantized for want of evidence.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FEW = 8
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a pattern of names is taken for, and why; `turned` weights are stored [in, out]."""
+    """The role that a pattern of names is assumed to have, and why; `turned` weights are stored [in, out]."""
 
     answer: Answer
     why: str
@@ -102,7 +102,7 @@ class Evidence:
         return replace(made, makers=_makers(inside))
 
     def found(self, pattern: str) -> Found:
-        """What this pattern is taken for."""
+        """The role that this pattern is assumed to have."""
         shapes = self.patterns[pattern]
         dims = {len(shape) for shape in shapes.values()}
         if LAYER not in pattern or stack_of(pattern) not in self.stacks:

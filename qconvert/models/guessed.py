@@ -77,7 +77,7 @@ def guessed_family(config: Json, tensors: Mapping[str, ModelTensor]) -> Family:
 
 @dataclass(frozen=True)
 class _Guess:
-    """What every pattern of one model was taken for."""
+    """The role that every pattern of one model is assumed to have."""
 
     evidence: Evidence
     found: Mapping[str, Found]
@@ -252,7 +252,7 @@ def _templates(pattern: str, found: Found) -> list[ParameterTemplate]:
     module, _ = _split(pattern)
     parent, _, last = module.rpartition(".")
     parent = parent if parent.endswith(".experts") else f"{parent}.experts"
-    names = (last,) if found.turned else _HALVES.get(last, (last,))  # whose halves may be in turns
+    names = (last,) if found.turned else _HALVES.get(last, (last,))  # whose halves may be interleaved
     rows = f"{pattern} half" if len(names) == 2 else f"{pattern} rows"
     modules = [f"{parent}.{{expert}}.{name}" for name in names]
     return [

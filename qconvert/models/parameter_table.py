@@ -130,7 +130,7 @@ def _integer_bytes(encoding: AffineInt, shape: tuple[int, ...], layout: LayoutTr
 
 
 def _folded_bytes(encoding: AffineMin, count: int, layout: LayoutTraits) -> int:
-    """Bytes of so many codes in a layout that folds groups of them, row upon row."""
+    """Bytes of so many codes in a layout that interleaves groups of them in words."""
     folded, word = next((folded, word) for bits, folded, word in layout.folds if bits == encoding.bits)
     columns = encoding.group_size if encoding.shared_rows == 1 else count // encoding.shared_rows
     return -(-(count // columns) // folded) * columns * word

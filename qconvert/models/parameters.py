@@ -24,7 +24,7 @@ class ParameterTemplate:
 
     `module` is the HF module name; `{layer}` and `{expert}` in it are numbered. `shape` names the dimensions
     of the weight as stored. `bias` is True, False or the config flag that decides. Only `linear` templates
-    are quantized unless a rule asks for more. `only_if` names a dimension that must be non-zero (per layer)
+    are quantized unless a rule selects more. `only_if` names a dimension that must be non-zero (per layer)
     for the tensor to exist there, besides those of the shape. `suffix` follows the module in the weight's
     name, "" for a parameter that is no module of its own. `transposed` marks linears stored input-major, [in,
     out], as GPT-2's Conv1D does: the shape of a 2-D one is declared [out, in] all the same, that of a stack

@@ -1,7 +1,7 @@
 """Finds the inputs of a model's linears whose channels may be scaled, with all that makes and reads them.
 
 Whatever makes an input channel by channel (a norm, or a linear whose outputs are only multiplied on their
-way) may make each channel smaller by a factor that the columns of every linear that reads it make up for:
+way) may make each channel smaller by a factor that the columns of every linear that reads it compensate:
 the model computes the same, and columns that matter lose less when they are quantized (AWQ, arXiv
 2306.00978). Which these are is declared by the families (`ScalePair`).
 """

@@ -140,7 +140,7 @@ class Op:
         return self
 
     def reduce(self, value: Value) -> np.ndarray:
-        """What `finalize` has to know of these rows."""
+        """What `finalize` needs of these rows."""
         raise NotImplementedError
 
     def finalize(self, found: np.ndarray) -> Op:

@@ -1,8 +1,8 @@
-"""Chooses the codes of a linear together, so that the errors of its columns make up for one another.
+"""Chooses the codes of a linear together, so that the errors of its columns compensate one another.
 
 Scales and zero points are chosen first, as without calibration; then codes are chosen column after column
 with error feedback (GPTQ, arXiv 2210.17323), and reconsidered one by one. With gradients at the outputs,
-rows make up for one another's errors too (YAQA, arXiv 2505.22988). Rows that get worse by this on tokens
+rows compensate one another's errors too (YAQA, arXiv 2505.22988). Rows that get worse by this on tokens
 held out of the statistics keep their plain codes.
 """
 
@@ -151,7 +151,7 @@ def _rounded(
 
 
 def _parts(given: Rounding) -> Iterator[tuple[slice, InputHessian]]:
-    """The columns whose errors make up for one another, and what is known of them."""
+    """The columns whose errors compensate one another, and their statistics."""
     first = 0
     for part in given.blocks:
         yield slice(first, first + len(part.order_I)), part
@@ -181,7 +181,7 @@ def _shifted(w_RI: np.ndarray, given: Rounding) -> np.ndarray:
 def _codes(
     w_RI: np.ndarray, given: InputHessian, outputs: OutputHessian | None, grid: PointGrid
 ) -> np.ndarray:
-    """The codes of columns whose errors make up for one another, uint8 [R, I]."""
+    """The codes of columns whose errors compensate one another, uint8 [R, I]."""
     from qconvert.quant.feedback import round_with_feedback, sweep
     from qconvert.quant.two_sided import round_row_blocks
 
@@ -193,7 +193,7 @@ def _codes(
 
 
 def _cells(w_RI: np.ndarray, given: InputHessian, start: GgmlRows) -> np.ndarray:
-    """Rows of a lattice's points, those of a row together, as stored: rows do not make up for one another."""
+    """Rows of a lattice's points, those of a row together, as stored: rows do not compensate one another."""
     import numpy as np
 
     from qconvert.quant.cell_feedback import round_cells, sweep_cells

@@ -86,7 +86,7 @@ class CastIntegers(Op):
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(Op):
-    """Compute the numbers of a quantized tensor, rounded as its format asks (`quant.dequantize.numbers`)."""
+    """Compute the numbers of a quantized tensor, rounded as in its format (`quant.dequantize.numbers`)."""
 
     dtype: DType
     keeps_rows: ClassVar[bool] = True

@@ -38,7 +38,7 @@ def factors_of_norm(weight_I: np.ndarray, factors_I: np.ndarray, offset: float, 
     """The factors by which a norm's weights are really divided once they are stored as `dtype`.
 
     `(w + offset) / factors - offset` is rounded; readers whose columns are multiplied by what this returns,
-    float32 [I], make up for the rounding. Channels that the norm makes 0 keep their weight.
+    float32 [I], compensate the rounding. Channels that the norm makes 0 keep their weight.
     """
     used_I = weight_I + np.float32(offset)
     asked_I = np.where(used_I == 0, np.float32(1), factors_I)

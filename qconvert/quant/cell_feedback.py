@@ -6,7 +6,7 @@ With H = M D M^T as in `feedback`, the loss of a row is a sum over blocks of eig
 
 and every block takes the points that make its own term small, given those before. This is LDLQ with blocks
 (QuIP#: Tseng et al., arXiv 2402.04396), on the lattices and signs that IQ1, IQ2 and IQ3 store. `sweep_cells`
-then chooses eight columns of a row anew at a time, given all others, while that lowers its loss.
+then chooses eight columns of a row again at a time, given all others, while that lowers its loss.
 
 Rows are lanes: codes do not depend on how rows are cut.
 """

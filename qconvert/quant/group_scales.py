@@ -45,7 +45,7 @@ _SCALE_TYPES = {
 
 
 def group_spec(encoding: AffineInt) -> GroupSpec:
-    """Returns what the kernels need to know of an encoding."""
+    """Returns the settings of an encoding that kernels need."""
     dropped, *bounds = _SCALE_TYPES[encoding.scale_dtype]
     top, middle = np.float32(2**encoding.bits - 1), np.float32(2 ** (encoding.bits - 1))
     return GroupSpec(encoding.bits, encoding.symmetric, top, middle, int(dropped), *map(np.float32, bounds))

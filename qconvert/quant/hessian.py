@@ -34,7 +34,7 @@ def factor(
     4 I^2 for M, and none with `dtype` float32: M is made in place of what is factored.
 
     Returns the order of the columns int64 [I], those of the largest second moment first (act-order: the
-    earlier a column, the more others can still make up for it); M float32 [I, I], rows and columns in that
+    earlier a column, the more others can still compensate it); M float32 [I, I], rows and columns in that
     order; and the damping used. Raises `NotPositiveDefinite`.
     """
     order_I = column_order(h_II)
@@ -49,7 +49,7 @@ def factor_eights(
 
     `h_II` float32 [I, I], I a multiple of 8. Returns the order of the columns int64 [I], eights whole, those
     of the largest sum of second moments first; M float32 [I, I] in that order; and D float32 [I], what the
-    errors of each column cost that those before it did not make up for. Raises `NotPositiveDefinite`.
+    errors of each column cost that those before it did not compensate. Raises `NotPositiveDefinite`.
     """
     sums_E = column_moments(h_II).reshape(-1, 8).sum(axis=1, dtype=np.float64)
     eights_E = np.argsort(-sums_E, kind="stable").astype(np.int64)
@@ -62,7 +62,7 @@ def factor_eights(
 def eights_when_asked(
     h_II: np.ndarray, damping: float, dtype: type[np.floating] = np.float64
 ) -> Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """`factor_eights` of a Hessian, computed by the first thread that asks for it, and kept."""
+    """`factor_eights` of a Hessian, computed by the first thread that needs it, and kept."""
     made: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Lays the importance of columns out for kernels that weigh errors: by groups, padded to whole lanes."""
+"""Arranges the importance of columns for kernels that weigh errors: by groups, padded to whole lanes."""
 
 from __future__ import annotations
 

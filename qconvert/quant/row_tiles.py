@@ -31,7 +31,7 @@ class GridRows(NamedTuple):
 
 
 def grid_rows(w_RI: np.ndarray, codes_RI: np.ndarray, grid: PointGrid) -> GridRows:
-    """Takes rows, contiguous codes that are to be changed in place, and their grid."""
+    """Holds rows, contiguous codes that are changed in place, and their grid."""
     rows, width = w_RI.shape
     assert grid.steps_RG.shape == grid.shifts_RG.shape == (rows, -(-width // grid.size))
     w_RI, steps_RG, shifts_RG = (

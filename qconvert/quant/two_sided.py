@@ -1,4 +1,4 @@
-"""Chooses codes so that later columns and later rows make up for the errors of those before (YAQA).
+"""Chooses codes so that later columns and later rows compensate the errors of those before (YAQA).
 
 The loss of a whole model is, to second order, tr(H_O Delta H Delta^T) for the errors Delta of one linear's
 weights: H = E[x x^T] of its inputs, H_O = E[g g^T] of the gradients at its outputs. With H = M D M^T and
@@ -60,7 +60,7 @@ def round_row_blocks(
     factor_BRR: np.ndarray,
     grid: PointGrid,
 ) -> np.ndarray:
-    """Chooses the codes of rows of which only R consecutive ones make up for each other's errors.
+    """Chooses the codes of rows of which only R consecutive ones compensate each other's errors.
 
     `order_BR` and `factor_BRR`: as `factor_row_blocks` returns them; the last block may have fewer rows.
     Blocks are independent: any may be rounded by themselves. Otherwise as `round_two_sided`, in 4 R I bytes

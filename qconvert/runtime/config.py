@@ -1,4 +1,4 @@
-"""Reads what a decoder needs to know of a model: its architecture, and the settings of its computing.
+"""Reads the settings of a model that a decoder needs: its architecture, and the settings of its computing.
 
 Names, shapes, biases, norms and experts come from `qconvert.models.Architecture`; what a family computes
 with them from `qconvert.runtime.graphs`. Whatever the decoder cannot compute exactly is refused here, so
@@ -89,7 +89,7 @@ class DecoderConfig:
     and `head_dim` what of a head is rotated; with `delta` sizes, layers without attention are gated delta
     nets. `own_heads[i]` are the key-value heads of layer i and their dimension (`kv_heads` and `head_dim`
     those of the first), `sources[i]` the layer whose keys and values it reads, its own but in Gemma 4, and
-    `layer_input` the width of what a layer reads of the tokens themselves, 0 for nothing.
+    `layer_input` the width of what a layer reads of the tokens themselves, else 0.
     """
 
     model_type: str

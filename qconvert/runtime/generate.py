@@ -48,7 +48,7 @@ class Sampler:
 
 
 def decodes_weights(decoder: Decoder) -> bool:
-    """Whether weights lie in a form without a kernel, so that every product decodes them anew."""
+    """Whether weights are in a form without a kernel, so that every product decodes them again."""
     linears = (linear for layer in decoder.layers for linear in layer.attention.linears)
     return any(linear.weight.kind == "encoded" for linear in linears)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from qconvert.runtime.linear import Linear
 
 LayerStep = Callable[[Tensor], Tensor]
-"""Takes and gives [B, T, D]."""
+"""From [B, T, D] to [B, T, D]."""
 
 
 @dataclass(frozen=True, slots=True)

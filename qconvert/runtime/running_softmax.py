@@ -1,4 +1,4 @@
-"""Keeps what is known of a softmax over the vocabulary after some blocks of logits, for many tokens at once.
+"""Holds the state of a softmax over the vocabulary after some blocks of logits, for many tokens at once.
 
 Legend: N tokens, W words of a block.
 """

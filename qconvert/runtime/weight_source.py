@@ -1,4 +1,4 @@
-"""Declares how the decoder asks for weights: by role, never by tensor name. Does not import torch."""
+"""Declares how the decoder reads weights: by role, never by tensor name. Does not import torch."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def indexed_dimensions(config: Json, layer: int) -> Dimensions:
 
 
 def has_indexer(config: Json, layer: int) -> bool:
-    """Applies GLM-5's rule: some layers choose positions anew, the others take those of the last that did."""
+    """Applies GLM-5's rule: some layers choose positions, the others use those of the last layer that did."""
     stated = c.entry(config, "indexer_types", layer) or c.entry(config, "index_topk_pattern", layer)
     if stated is not None:
         return stated in ("full", "F")

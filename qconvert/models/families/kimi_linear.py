@@ -1,4 +1,4 @@
-"""Declares Kimi-Linear and K3: gated delta attention (KDA) by turns with latent attention.
+"""Declares Kimi-Linear and K3: layers of gated delta attention (KDA) alternate with latent attention.
 
 K3 has experts in a narrower space. Sources: llama.cpp's converters (conversion/kimi_linear.py, kimi_k3.py),
 vLLM's `kimi_k3`, transformers' `modeling_kimi_linear`; K3's total is that of the published files. The weights

@@ -1,4 +1,4 @@
-"""Declares NVIDIA's own families: Nemotron-H (Mamba-2, attention and blocks by turns) and Nemotron-NAS.
+"""Declares NVIDIA's own families: Nemotron-H (Mamba-2, attention and MLPs, alternating) and Nemotron-NAS.
 
 Sources: transformers' `modeling_nemotron_h`, with the names of the published files from `conversion_mapping`.
 Nemotron-NAS is declared by what its config.json says of Llama's blocks; no file of it was at hand.

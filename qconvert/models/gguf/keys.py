@@ -390,5 +390,5 @@ def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys]
     return (*SIZES, head_count_kv, rope, norm, *more, head_sizes)
 
 
-# That the rotary embedding is not scaled, which the converter spells out for Cohere.
+# That the rotary embedding is not scaled, which the converter states for Cohere.
 scaling_none = fixed("rope.scaling.type", "none")

@@ -26,7 +26,7 @@ class _Announcer(event.Listener):
 
 
 class _LockListener(event.Listener):
-    """Tells which threads are in the compiler."""
+    """Tracks which threads are in the compiler."""
 
     def on_start(self, event: Any) -> None:
         enter_compiler()

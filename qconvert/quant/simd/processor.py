@@ -1,7 +1,7 @@
 """Chooses the processor's instructions that kernels are made of: once, before the first is compiled.
 
 The choice is what the processor has, as LLVM sees it, or less where the environment variable
-`QCONVERT_CPU` asks for less. Machine code is cached apart for each choice.
+`QCONVERT_CPU` selects less. Machine code is cached apart for each choice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ABOVE = {
 
 @lru_cache
 def choose() -> str | None:
-    """Tell numba what to compile for; returns what `QCONVERT_CPU` asks for, None for all there is.
+    """Tell numba what to compile for; returns what `QCONVERT_CPU` selects, None for all there is.
 
     Later calls change nothing. Raises BadRecipe for an unknown name, or one that the processor lacks.
     """

@@ -229,7 +229,7 @@ def _bytes_of(builder: Any, low: Any, high: Any, order: list[int]) -> Any:
 
 @instructions(types.void, types.intp)
 def _put_starts(builder: Any, x: Any) -> Any:
-    """Write, behind the codes of a block, what makes up for 128 added to what they are multiplied by."""
+    """Write, behind the codes of a block, what compensates 128 added to what they are multiplied by."""
     added = builder.bitcast(constant(-0x7F80, SHORTS), INTS)
     for half in range(2):
         codes = read(builder, after(builder, x, 2 * PART * half), INTS)

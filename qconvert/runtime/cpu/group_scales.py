@@ -1,6 +1,6 @@
 """Reads scales, zeros and mins of a row, in whatever type they are stored, for the kernels.
 
-Sixteen groups at a time. Reading may go beyond a row's last group, to numbers that count for nothing;
+Sixteen groups at a time. Reading may go beyond a row's last group, to numbers that are not used;
 who makes a record keeps `LANES` more elements behind the last row.
 """
 

@@ -231,7 +231,7 @@ def as_floats(builder: Any, value: Any) -> Any:
 
 @instructions(lanes_type, lanes_type, lanes_type, types.intp)
 def paired(builder: Any, even: Any, odd: Any, high: Any) -> Any:
-    """Lanes of `even` and `odd` by turns: those of the first eight, or if `high` of the last eight."""
+    """Lanes of `even` and `odd`, alternating: those of the first eight, or if `high` of the last eight."""
     low_half, high_half = (
         builder.shuffle_vector(
             even, odd, ir.Constant(INTS, [first + i // 2 + LANES * (i % 2) for i in range(LANES)])

@@ -1,4 +1,4 @@
-"""Takes blocks of logits into running softmaxes in one pass over memory.
+"""Adds blocks of logits to running softmaxes in one pass over memory.
 
 A thread takes rows; of a row, as many words at a time as the first-level cache holds: their maximum first,
 then their exponentials. Those of a sum are added in float32 by lane, 64 at most, and from there in float64.

@@ -15,7 +15,7 @@ import numpy as np
 from qconvert.runtime.cpu.simd import add_and_fetch, fetch, rest, routine
 
 _RELEASED = 1 << 62
-"""A count beyond every barrier: nobody waits any more."""
+"""A count beyond every barrier: no thread waits any more."""
 _SPINS = 2000
 """Looks at the counter before the processor is offered to others: some microseconds."""
 

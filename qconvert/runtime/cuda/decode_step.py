@@ -229,7 +229,7 @@ def _bind(decoder: Decoder, cache: Cache, greedy: bool) -> Step:
     position_1 = torch.zeros(1, dtype=torch.int64, device=device)
     place = Place(position_1, *cos_sin(config.rope, decoder.frequencies_F, 0, room))
     residual_MD = torch.empty(rows, config.hidden, device=device)
-    # Packed anew where the decoder has it in rows, for whole prompts.
+    # Packed again where the decoder has it in rows, for whole prompts.
     weight = mma_table(decoder.head) if isinstance(decoder.head, IntWeight) else decoder.head
     head = _product(weight, None, rows, device, parts=1)
     launches, added = list[Callable[[], None]](), None

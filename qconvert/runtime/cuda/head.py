@@ -1,6 +1,6 @@
 """Computes losses, divergences and likeliest tokens from hidden states; logits never reach memory.
 
-A program multiplies a block of tokens by one block of words after the other and folds each block of
+A program multiplies a block of tokens by one block of words after the other and adds each block of
 float32 logits into a few numbers per token, for one model, or for a reference and a model at once.
 Legend: N tokens, V words, D hidden, P parts of the vocabulary, B tokens and W words of a block.
 """

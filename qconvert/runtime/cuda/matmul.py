@@ -5,7 +5,7 @@ it spends next to no instructions on a weight; on an H200, 4.0 on an int4 and 7.
 would use up all there are. Therefore
 - the weight is the *left* operand of the tensor core, which may stay in registers, and x the right one;
 - codes go there as exact integers `128 + code`; offset and scale follow in float32 after the product,
-  `scale * (sum_k (128 + code) x - (128 + zero) sum_k x)`, with the sums of x given by whoever made x;
+  `scale * (sum_k (128 + code) x - (128 + zero) sum_k x)`, with the sums of x given by the caller that made x;
 - a column of the right operand is a row of x *within one group of a tile*, zero elsewhere: column
   `m J + j` holds row m in group j of J. One product of 128 columns so keeps J groups apart;
 - columns are split over programs, whose float32 results the next kernel adds up: no atomics, so that the

@@ -34,7 +34,7 @@ from qconvert.runtime.cuda.tiles import TILE, TiledGrid
 from qconvert.runtime.storage import DenseWeight, IntWeight, as_tensor
 
 GROUPS = (128, 64, 32)
-"""Columns that may share one scale; larger groups that these divide are spelled as several."""
+"""Columns that may share one scale; larger groups that these divide are stored as several."""
 _PACK_BYTES = 64 << 20
 """Codes packed at a time: packing holds them as 32-bit words, four or eight times the packed bytes."""
 

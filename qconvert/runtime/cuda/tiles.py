@@ -55,7 +55,7 @@ def group_sums(x_MK: Tensor, group: int) -> Tensor:
 
     `group` is the weight's `sum_group`. Products with a zero want them: of
     `sum_k (q - z) x = sum_k q x - z sum_k x` the second sum is the same for every row of the weight,
-    so whoever produces x computes it once.
+    so the producer of x computes it once.
     """
     return by_groups(x_MK.float(), group).sum(-1).T.contiguous()
 

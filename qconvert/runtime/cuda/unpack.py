@@ -29,7 +29,7 @@ def halves(pairs: tl.tensor, N: tl.constexpr) -> tl.tensor:
 def and_or(
     words: tl.tensor, MASK: tl.constexpr, ONES: tl.constexpr, ASM: tl.constexpr, PLAIN: tl.constexpr
 ) -> tl.tensor:
-    """`(words & MASK) | ONES`, in one instruction, which `ASM` spells.
+    """`(words & MASK) | ONES`, in one instruction, which is `ASM`.
 
     ptxas 12.8 (triton 3.6, 3.7) makes two of it rather than keep one of the constants in a register:
     2.6 instead of 2.1 instructions per int4 weight. Written as `lop3` (whose table 0xEA is that formula)

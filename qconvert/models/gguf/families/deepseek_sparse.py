@@ -26,7 +26,7 @@ _LEAST = 64  # columns of the matrix
 
 
 def _rotated_heads(facts: Facts) -> str | None:
-    """Says that newer llama.cpp stops at an indexer whose heads its Hadamard matrix does not fit."""
+    """Warns that newer llama.cpp stops at an indexer whose heads its Hadamard matrix does not fit."""
     width = facts.size("index_head_dim")
     if width >= _LEAST and width & (width - 1) == 0:
         return None
@@ -66,7 +66,7 @@ def _read_types(file: Metadata) -> Json:
 
 @read_by(_read_types)
 def _indexer_types(facts: Facts) -> Iterator[KV]:
-    """Writes which layers choose positions anew, where the config lists them."""
+    """Writes which layers choose positions, where the config lists them."""
     if facts.settings.get("indexer_types") is not None:
         full = (has_indexer(facts.settings, layer) for layer in range(facts.layers))
         yield facts.flags_by_layer(_TYPES, full)

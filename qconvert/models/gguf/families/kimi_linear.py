@@ -1,4 +1,4 @@
-"""Declares Kimi-Linear: gated delta attention (KDA), by turns with latent attention without positions.
+"""Declares Kimi-Linear: gated delta attention (KDA), alternating with latent attention without positions.
 
 Its graph is younger than others (llama.cpp 86a283532 has it). Sources: the converter's `KimiLinearModel` and
 `kimi-linear.cpp`.

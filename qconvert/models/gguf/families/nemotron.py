@@ -1,4 +1,4 @@
-"""Declares Nemotron-H (Mamba-2, attention and blocks by turns) and Nemotron-NAS (`deci`).
+"""Declares Nemotron-H (Mamba-2, attention and MLP blocks, alternating) and Nemotron-NAS (`deci`).
 
 The class of Nemotron-H takes steps of 0.001 at least; llama.cpp takes them as they come.
 """
