@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Method = Literal["nearest", "awq", "feedback", "two-sided"]
 """How codes are chosen: each at the nearest number, of columns that are scaled by what they read or not; or
-together, so that errors make up for one another: those of a row's columns, or those of rows too."""
+together, so that errors compensate one another: those of a row's columns, or those of rows too."""
 METHODS: dict[str, Method] = {
     "nearest": "nearest",
     "rtn": "nearest",
@@ -62,7 +62,7 @@ class Calibration:
     for the original inputs; without, both are the original model's.
 
     Two-sided: gradients come from the first windows, of `gradient_tokens` tokens at least; `output_rows`
-    consecutive rows of a weight make up for one another's errors; `output_damping` is that of E[g g^T].
+    consecutive rows of a weight compensate one another's errors; `output_damping` is that of E[g g^T].
     AWQ needs the mean squares of the original model's inputs alone.
     `savings` are what it is done with to fit a memory (`fit.fitted`).
     """
@@ -112,7 +112,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStatistics:
-    """Says, before anything is measured, that the input of every linear will be.
+    """States, before anything is measured, that the input of every linear will be measured.
 
     An embedding is looked up and has none, unless it is the head, too (`tied`).
     """

@@ -1,4 +1,4 @@
-"""Gives the statistics of llama.cpp's importance matrices by role, layer and expert, and the other way.
+"""Converts llama.cpp's importance matrices to statistics by role, layer and expert, and back.
 
 The file names tensors of a GGUF; a model's own declaration says which linear each of them is, so that one
 file serves GGUF and safetensors alike.

@@ -1,4 +1,4 @@
-"""Says what calibrated quantization takes of memory and disk, before anything is read.
+"""Estimates the memory and disk that calibrated quantization needs, before anything is read.
 
 An upper estimate of what is resident beside the process itself: in every phase of a run, all arrays that
 are alive together. Legend: D hidden, I columns of an input, C of a block, N tokens of a batch, P weights of a

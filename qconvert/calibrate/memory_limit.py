@@ -1,4 +1,4 @@
-"""Says how much memory calibration may take: what was asked for, else most of what the machine has left."""
+"""Limits the memory of calibration: to the size given, else to most of what the machine has left."""
 
 from __future__ import annotations
 

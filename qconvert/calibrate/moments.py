@@ -1,4 +1,4 @@
-"""Holds the sums that are known of the inputs of linears, and adds them up."""
+"""Holds the sums over the inputs of linears, and adds them up."""
 
 from __future__ import annotations
 

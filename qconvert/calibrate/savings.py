@@ -1,4 +1,4 @@
-"""Says what calibration does so that it fits a memory: nothing that changes a byte, unless it must.
+"""Chooses how calibration fits a memory: first by means that change no byte of the output.
 
 Legend: I columns of an input, C columns of a block.
 """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Samples whose products with an error's rows are held together.
 _SAMPLES_AT_ONCE = 1024
-# Rows that seem to make up for one another's errors by more than this are taken to do so by chance.
+# Rows that seem to compensate one another's errors by more than this are assumed to do so by chance.
 _LEAST_TOGETHER = 0.25
 
 

@@ -1,4 +1,4 @@
-"""Shows an observer what the weights of a torch model are multiplied by, whoever multiplies them.
+"""Shows an observer what the weights of a torch model are multiplied by, wherever that happens.
 
 Hooks see the inputs of modules. A module that holds the experts of a layer as one stack has one input for all
 of them, and none for what their second products read; a router may change its input before the product.
@@ -38,7 +38,7 @@ class WatchedProducts(TorchFunctionMode):
 
     `weights` are 2-D arrays or slices of a stack, [O, I] or [I, O], each with the key of its input; the
     weights of one key are to be products of one input, of which the first is watched. Of the `head`, which
-    is [V, D], only the products of the last position are computed: nobody reads the logits.
+    is [V, D], only the products of the last position are computed: the logits are not used.
     """
 
     def __init__(

@@ -36,5 +36,5 @@ class Wave:
         return self.hessians.get(key)
 
     def forget(self) -> None:
-        """Let go of the Hessians, which are large, whoever still holds the wave."""
+        """Release the Hessians, which are large, even if the wave is still referenced."""
         self.hessians.clear()

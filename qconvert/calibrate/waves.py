@@ -1,7 +1,7 @@
-"""Gives what choosing codes together needs of the inputs of linears, wave after wave.
+"""Provides the statistics of the inputs of linears for choosing codes together, wave after wave.
 
 A wave is what reads one kind of input in one layer: q, k and v; the output projection; gate and up; down. Its
-statistics are measured when everything before it is quantized already, so that its codes make up for errors
+statistics are measured when everything before it is quantized already, so that its codes compensate errors
 made before (the target shift: GPTAQ, arXiv 2504.02692; Qronos, arXiv 2505.11695). The activations of all
 tokens before a layer lie on disk, as the original layers make them and as the quantized ones do, and so does
 what the last linear of a step read, until the step goes on from there with its codes; in memory
@@ -62,8 +62,8 @@ def waves(
 ) -> Iterator[Wave]:
     """The waves of a model in their order.
 
-    `original` and `current` load one model, its layers on demand. While the waves are walked, whoever
-    walks them lets `current` read the weights that were quantized in their place: what the linears of a
+    `original` and `current` load one model, its layers on demand. While the waves are walked, the caller
+    makes `current` read the weights that were quantized in their place: what the linears of a
     wave became must be there before the next wave is asked for. `wanted` are the inputs of the linears to
     be quantized; activations lie in a file without a name in the folder `scratch`. `loss` says how well a
     Hessian serves a linear.
@@ -202,7 +202,7 @@ class _Walk:
         self, reading: _Reading, inputs: Collection[InputKey], token_wise: bool
     ) -> dict[InputKey, InputSums]:
         """The sums of some inputs of a step over all tokens."""
-        # Experts are chosen anew for changed inputs, so that their rows would not pair up.
+        # Experts are routed again for changed inputs, so that their rows would not pair up.
         pairs = self.calibration.shift and all(key.expert is None for key in inputs)
         sums: dict[InputKey, InputSums] = {}
         changed = reading.changed(self.rotations) if self.calibration.shift else None
@@ -346,7 +346,7 @@ class _Reading:
     kept: ActivationFile | None = None
 
     def changed(self, rotations: Sequence[Rotation]) -> LayerStep:
-        """The step of the current model, its weights read anew."""
+        """The step of the current model, its weights read again."""
         return self.current.layers[self.layer].steps(rotations)[self.number]
 
 

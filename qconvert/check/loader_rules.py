@@ -277,7 +277,7 @@ _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32
 
 
 def _names(s: Subject) -> Iterator[Problem]:
-    """Tensors nobody asked for, a vision tower not among them; a head that a tied model has no use for."""
+    """Unexpected tensors, but for vision towers; a head that a tied model does not use."""
     for name in s.unknown:
         if s.architecture.carries(name):
             continue

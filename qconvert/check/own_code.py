@@ -1,4 +1,4 @@
-"""Says which loaders need the code that a model brings."""
+"""Determines which loaders need the Python code that a model brings."""
 
 from __future__ import annotations
 

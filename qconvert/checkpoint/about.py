@@ -1,4 +1,4 @@
-"""Says of a model what a user asks first: context, vocabulary, rope, tokenizer, chat template, licence."""
+"""Summarises a model for its user: context, vocabulary, rope, tokenizer, chat template, licence."""
 
 from __future__ import annotations
 

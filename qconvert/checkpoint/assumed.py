@@ -65,7 +65,7 @@ def _index(path: Path) -> ShardIndex | None:
 def _is_config(path: Path) -> bool:
     """Whether what is named is a config with no weights beside it.
 
-    Where some are there (or links to them), the others are missing, and whoever opens them says so.
+    Where some are there (or links to them), the others are missing, which is an error when they are opened.
     """
     folder = _folder(path)
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Tells the arrays of a vision tower from config.json, for a model whose weights are not here."""
+"""Derives the arrays of a vision tower from config.json, for a model whose weights are not here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's weights by role, as the decoder asks for them (`runtime.weight_source.Weights`)."""
+"""Reads a checkpoint's weights by role, as the decoder needs them (`runtime.weight_source.Weights`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Stored:
 
 
 class CheckpointWeights:
-    """Reads weights by role and layer; each call reads anew, nothing is kept.
+    """Reads weights by role and layer; each call reads again, nothing is kept.
 
     Fused tensors whose members follow one another are given whole (`attn.qkv`, `mlp.gate_up`, an expert's
     `gate_up`); members that are interleaved are taken apart.

@@ -26,7 +26,7 @@ from qconvert.errors import SourceUnavailable, shown
 
 
 class Refused(SourceUnavailable):
-    """The content network does not give this file to anybody who asks for it in this way."""
+    """The content network does not give this file to requests of this kind."""
 
 
 _PIECE = 128 << 10  # what is read at once, and lost with a connection
@@ -82,7 +82,7 @@ class _Transfer:
         return self.network.get(self.address.url, {**self.file.headers(self.address), **asked})
 
     def _answered(self, response: HTTPResponse) -> str | None:
-        """Takes an answer: the reason why to ask again after a pause, or None."""
+        """Handle a response; returns why the request must be repeated after a pause, or None."""
         status = response.status
         if status == 206:
             self._check(response)
@@ -149,7 +149,7 @@ class _Transfer:
         return None
 
     def _refuse(self, response: HTTPResponse) -> None:
-        """Lets the next request go to a new address, unless this one was new and has served nobody yet."""
+        """Send the next request to a new address, unless this one is new and has not been used yet."""
         self.refusals += 1
         used_up = self.file.served == self.address.url and self.refusals < _MOST_REFUSALS
         if self.refusals > 1 and not used_up:

@@ -1,4 +1,4 @@
-"""Says in one sentence, with a hint, what went wrong with the Hub."""
+"""Explains errors of the Hub in one sentence, with a hint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUERY = re.compile(r"\?[^\s\"'<>)\]]*")
 
 
 def without_queries(text: str) -> str:
-    """A text without the queries of its addresses: whoever knows a signed one may read the file."""
+    """A text without the queries of its addresses: a signed one lets anybody read the file."""
     return _QUERY.sub("", text)
 
 
@@ -46,7 +46,7 @@ def network_error() -> type[BaseException]:
 
 
 class _WithoutQueries(logging.Filter):
-    """Takes the queries out of what huggingface_hub logs of lost downloads."""
+    """Removes the queries from what huggingface_hub logs of lost downloads."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = without_queries(record.getMessage()), ()
@@ -120,7 +120,7 @@ def explanation(
 ) -> tuple[type[QConvertError], str, str]:
     """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead.
 
-    `doing` says what was asked of it. The class of the error says whether asking again may help.
+    `doing` says what was requested. The class of the error says whether a repetition may help.
     """
     from huggingface_hub import constants, errors
 

@@ -86,12 +86,12 @@ class HubFile:
         return urlsplit(self._url).netloc
 
     def headers(self, address: Address) -> dict[str, str]:
-        """What a request for its bytes says of who asks: the token goes to the Hub alone."""
+        """The headers of a request for its bytes; only the Hub gets the token."""
         kept = ("user-agent", "authorization") if address.is_hub else ("user-agent",)
         return {name: value for name, value in self.hub_headers().items() if name.lower() in kept}
 
     def hub_headers(self) -> dict[str, str]:
-        """What a request to the Hub says of who asks."""
+        """The headers of a request to the Hub."""
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         said: Mapping[str, str] = build_hf_headers(library_name="qconvert")
@@ -178,7 +178,7 @@ def seconds_asked(headers: Mapping[str, str]) -> float | None:
 
 
 def wait_after(attempts: Attempts, host: str, error: BaseException) -> None:
-    """Waits as an answer of the Hub asks, or as is usual."""
+    """Wait for as long as the response of the Hub says, or for the usual time."""
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     said = {str(key).lower(): str(value) for key, value in getattr(response, "headers", {}).items()}
@@ -190,7 +190,7 @@ def wait_after(attempts: Attempts, host: str, error: BaseException) -> None:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether asking again may help: a busy server, a lost connection; not a refusal."""
+    """Whether a repetition may help: a busy server, a lost connection; not a refusal."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):

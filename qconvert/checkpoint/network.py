@@ -1,6 +1,6 @@
 """Holds what all transfers of a run share: open connections, the rate limit, patience, and an end.
 
-The invariant: a server's wish to wait is obeyed by every thread; a transfer that gets no byte for
+The invariant: every thread waits as long as a server says; a transfer that gets no byte for
 `patience` seconds ends with SourceUnavailable; `abort` ends every transfer at once. Bytes come through the
 standard library, which reads them where they belong: a quarter of the processor time of the Hub's own client,
 whatever client its version brings (requests, httpx). Proxies and certificates are those of the environment.
@@ -26,7 +26,7 @@ from qconvert.errors import SourceUnavailable
 
 CONNECTIONS = 16
 PATIENCE = 600.0
-# A connection on which nothing arrives for so long is taken for dead, in seconds.
+# A connection on which nothing arrives for so long is closed, in seconds.
 STALL = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0
 # After so many seconds without a byte a person is told that something is asked again.
@@ -36,7 +36,7 @@ _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
 
 class Aborted(Exception):
-    """The run has ended; nobody waits for this transfer any more."""
+    """The run has ended; this transfer is not needed any more."""
 
 
 class Network:
@@ -254,7 +254,7 @@ def _credentials(proxy: SplitResult) -> dict[str, str]:
 
 
 def _shut(connection: HTTPConnection) -> None:
-    """Wake whoever reads from a connection, in another thread."""
+    """Wake the thread that reads from a connection."""
     if connection.sock is not None:
         with suppress(OSError):  # it was closed already
             connection.sock.shutdown(socket.SHUT_RDWR)

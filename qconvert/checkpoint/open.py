@@ -84,7 +84,7 @@ class Checkpoint:
     def architecture(self) -> Architecture:
         """The architecture that config.json describes, in the spelling of the stored names.
 
-        A declared one where the user gave it; of a model that nobody declared, a guess from its tensors.
+        A declared one where the user gave it; of an undeclared model, a guess from its tensors.
         """
         if self.declared is not None:
             return self.declared.architecture(self.config)

@@ -1,4 +1,4 @@
-"""Gives a weight file on a server the face of a file on this disk."""
+"""Gives a weight file on a server the interface of a file on this disk."""
 
 from __future__ import annotations
 

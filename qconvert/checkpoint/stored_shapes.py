@@ -12,7 +12,7 @@ from qconvert.models import Architecture
 
 
 def output_major(tensors: Mapping[str, ModelTensor], architecture: Architecture) -> dict[str, ModelTensor]:
-    """The logical view of stored tensors: plain ones that the class turns as [out, in], or as vectors."""
+    """The logical view of stored tensors: those stored transposed as [out, in], or as vectors."""
     shapes = architecture.stored_shapes
 
     def view(tensor: ModelTensor) -> ModelTensor:

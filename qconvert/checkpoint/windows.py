@@ -175,7 +175,7 @@ class Windows:
                 self._forget(window)
 
     def abort(self) -> None:
-        """End all transfers: whoever waits for one is told so."""
+        """End all transfers; threads that wait for one get an error."""
         with self._changed:
             self._ended = True
             self._error = self._error or Aborted()

@@ -1,7 +1,7 @@
 """Compiles a request into a plan: the passes of each container, in their order.
 
 The writing commands differ in their requests alone. Every pass is a pure function in a file of its own
-that does nothing where it was not asked for; what it has to know of the source's bytes was gathered before
+that does nothing where the request does not need it; the facts of the source's bytes were gathered before
 (`plan.facts`).
 """
 

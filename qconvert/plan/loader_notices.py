@@ -1,4 +1,4 @@
-"""Says what loaders make of an output: facts that a user must know before the work starts.
+"""Reports how loaders treat an output: facts that a user needs before the work starts.
 
 Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/test_compressed_tensors.py); vLLM
 0.33 (`model_executor/models`) and SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.

@@ -37,7 +37,7 @@ VISION = "vision"
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """Says whether a weight is selected; `broad` of several roles or a name, which may reach any kind."""
+    """Whether a weight is selected; `broad` of several roles or a name, which may reach any kind."""
 
     selects: Callable[[Parameter], bool]
     broad: bool = True

@@ -1,4 +1,4 @@
-"""Defines recipes: what a user asks of the weights, as one typed value that YAML and flags both produce.
+"""Defines recipes: how weights are to be stored, as one typed value that YAML and flags both produce.
 
 A recipe names roles, never the tensors of one model; `qconvert.plan.selectors` applies it to one. Unknown
 keys are errors: a misspelt key must not be ignored.
@@ -33,7 +33,7 @@ FUSIONS: Mapping[str, tuple[str, ...]] = {
 # What `fuse` stacks when nothing is said: linears that one input feeds.
 SAME_INPUT = ("qkv", "gate_up")
 MOST_RANKS = 1024
-# A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
+# A file's values as they may stand in a message: YAML aliases can stand for 9**20 items in a few lines.
 _BRIEF = Repr()
 _BRIEF.maxlevel = 2
 

@@ -1,4 +1,4 @@
-"""Defines what a writing command asks for: one value for every command and container."""
+"""Defines the request of a writing command: one value for every command and container."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GGUFTarget:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a writing command asks for.
+    """The request of a writing command.
 
     `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be cut) and
     `dequantize` undo; `dtype` casts plain float tensors and gives dequantized ones and new scales their

@@ -1,4 +1,4 @@
-"""Chooses the scheme of every weight of a model, as a recipe asks for it.
+"""Chooses the scheme of every weight of a model by a recipe.
 
 What a selector selects is said in `plan.matching`. The last rule that matches wins; a rule that matches
 nothing is an error, and so is a decision that no loader could honour.
@@ -55,7 +55,7 @@ def decide(
 def choose(
     recipe: Recipe, architecture: Architecture, parameters: Mapping[str, Parameter], *, tied: bool
 ) -> dict[str, Scheme]:
-    """The scheme that the recipe asks for, by name of the weight, whether or not it can have it."""
+    """The scheme that the recipe gives each weight, by name, whether or not the weight can have it."""
     return _chosen(recipe, architecture, _weights(parameters), tied=tied)
 
 

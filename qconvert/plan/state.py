@@ -1,4 +1,4 @@
-"""Defines what the passes of the compiler hand on: the question, which stays, and the plan so far."""
+"""Defines what the passes of the compiler pass on: the request, which stays, and the plan so far."""
 
 from __future__ import annotations
 

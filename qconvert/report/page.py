@@ -1,6 +1,6 @@
-"""Lays out one page of results as terminal text and as Markdown.
+"""Formats one page of results as terminal text and as Markdown.
 
-A page holds finished words and figures as cells; the reports that fill a page know what its cells mean.
+A page holds finished words and figures as cells; what its cells mean is up to the reports that fill it.
 The terminal shows a page without its `details` and `samples`, which are long.
 """
 

@@ -1,4 +1,4 @@
-"""Lays what `inspect` found of several models side by side."""
+"""Arranges what `inspect` found of several models side by side."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def parameter_table_lines(parameter_table: ParameterTable, most: int | None = No
 
 
 def about_facts(found: Json) -> dict[str, str]:
-    """What `inspect` found out about the use of a model, in words; without what nobody says."""
+    """What `inspect` found out about the use of a model, in words; without what is not stated."""
     said = found["about"]
     facts = {
         "context": f"{said['context']:,}" if said["context"] else None,

@@ -1,4 +1,4 @@
-"""Knows the file types of GGUF by name: the mixtures that users ask for.
+"""Finds the file types of GGUF by name: the mixtures that users choose from.
 
 Source: llama_ftype of llama.cpp's include/llama.h and QUANT_OPTIONS of tools/quantize/quantize.cpp (commit
 0c1e57098).

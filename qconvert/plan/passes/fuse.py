@@ -126,7 +126,7 @@ def unstack_experts(plan: Plan, architecture: Architecture) -> Plan:
 
 def _cut(unit: Unit, entry: FusedParameter) -> list[Unit]:
     ops = tuple(op for op in unit.ops if not op.joins_members)
-    if len(ops) < len(unit.ops):  # stacked in this very plan: its inputs do not take turns yet
+    if len(ops) < len(unit.ops):  # stacked in this very plan: its inputs are not interleaved yet
         entry = replace(entry, fusion=replace(entry.fusion, interleaved=False))
     return [
         Unit(tuple(inputs), ops, ModelTensor(part.name, part.shape, unit.output.encoding))

@@ -19,7 +19,7 @@ TORCH_NAMES = {DType.F64: "float64", DType.F32: "float32", DType.F16: "float16",
 
 
 def write_config(state: Compiled) -> Compiled:
-    """The config.json in the form that the layout takes, and what the user should hear of the output."""
+    """The config.json in the form that the layout takes, and warnings about the output."""
     state = replace(state, layout=state.layout.fitted(each for _, each in _Modules(state.outputs).pairs()))
     config = _config(state)
     dropped = (f"{name}: a buffer the model recomputes; left out" for name in state.binding.dropped)

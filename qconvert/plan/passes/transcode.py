@@ -1,7 +1,7 @@
 """Brings every weight into a layout: its codes kept, quantized again where that is allowed, or new ones.
 
 Which operations keep the codes is a rule of the layout; which encodings it has is in its traits. This is the
-one solver for all of them: it asks the rule, and where the rule refuses it quantizes the numbers again.
+one solver for all of them: it applies the rule, and where the rule refuses it quantizes the numbers again.
 """
 
 from __future__ import annotations
