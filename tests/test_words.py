@@ -97,20 +97,3 @@ def test_no_help_page_has_one() -> None:
         plain = " ".join(page.split())
         found = [phrase for phrase in INSTEAD if re.search(phrase, plain)]
         assert not found, f"{found} in {plain[:80]}"
-
-
-PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "clients.md")  # of clients' own errors
-
-
-def prose(page: Path) -> Iterator[str]:
-    """The lines of a page but for tables and blocks of code."""
-    in_block = False
-    for line in page.read_text(encoding="utf-8").splitlines():
-        in_block ^= line.lstrip().startswith("```")
-        if not in_block and not line.lstrip().startswith("|"):
-            yield line
-
-
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
-def test_lines_of_prose_are_no_longer_than_an_editor(page: Path) -> None:
-    assert [line for line in prose(page) if len(line) > 120] == []

@@ -1,6 +1,6 @@
 """Finds what a word of the command line may become: models, file types, schemes, selectors.
 
-A shell asks while somebody types: no model is opened, and what cannot be read is left out.
+Completion runs while somebody types: no model is opened, and what cannot be read is left out.
 """
 
 from __future__ import annotations

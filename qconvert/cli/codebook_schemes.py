@@ -1,4 +1,4 @@
-"""Lets `quantize` give all linears codes of a table (FP8, FP4, NF4), as `convert` does.
+"""Gives all linears codes of a table (FP8, FP4, NF4) in `quantize`, as `convert` does.
 
 Such a scheme belongs to a layout. Rules give integers, so that beside such a scheme there are none.
 """

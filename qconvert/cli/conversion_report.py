@@ -1,4 +1,4 @@
-"""Tells what a conversion will write, or has written: tables for people, JSON for programs."""
+"""Reports what a conversion will write, or has written: tables for people, JSON for programs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernels() -> str:
-    """What the CPU kernels are compiled for, and how they multiply; `QCONVERT_CPU` asks for less."""
+    """What the CPU kernels are compiled for, and how they multiply; `QCONVERT_CPU` selects less."""
     from qconvert.quant.simd import processor
 
     return processor.in_words()

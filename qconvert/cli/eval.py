@@ -200,7 +200,7 @@ def _stem_of(out: Path, text: str) -> Path:
 def _report(
     models: tuple[str, ...], text: str, stem: Path | None, options: dict[str, Any]
 ) -> PerplexityReport | None:
-    """Measure on one text, and write the report where it is wanted; or read back one that is complete.
+    """Measure on one text, and write the report if a path is given; or read back one that is complete.
 
     None where that is for another process to tell.
     """

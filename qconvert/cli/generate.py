@@ -299,7 +299,7 @@ def _texts(
 
 
 def _talk(decoder: Decoder, dialogue: Dialogue, options: dict[str, Any], clock: _Clock) -> None:
-    """Answer every line of stdin, each with the whole talk before it, until stdin ends."""
+    """Answer every line of stdin, each with the whole conversation before it, until stdin ends."""
     messages = _begun(options)
     while True:
         if sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""Says what a command or an option of another tool is called here, where somebody types it."""
+"""Names the command or option of qconvert for one of another tool, where somebody types that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what an embedding and a head that are left plain take of an output, and what makes them smaller.
+"""Notes the share of an output that an unquantized embedding and head take, and what makes them smaller.
 
 Which loader takes them quantized: docs/reference/clients.md, and `plan.loader_notices`.
 """

@@ -173,7 +173,7 @@ def shortened(name: str, columns: int) -> str:
 
 
 class Lines:
-    """Tells how far the work is where there is no terminal: a line on stderr every 30 seconds."""
+    """Reports progress where there is no terminal: a line on stderr every 30 seconds."""
 
     EVERY = 30.0
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What hears of jobs that are carried out."""
+    """What is notified of jobs that are run."""
 
     events: Events
     opened: Callable[[RunJournal], None]

@@ -84,7 +84,7 @@ def _sent(job: Job, out: Path, destination: Destination) -> Json | None:
 
 
 def tell_complete(job: Job, out: Path, destination: Destination | None, flags: Flags, tell: Tell) -> None:
-    """Say that an output is here, whole, and was skipped; where it belongs elsewhere, too, see to that."""
+    """Report an output that exists, complete, and was skipped; send it where it belongs elsewhere, too."""
     if destination is None:
         tell_skipped(job, out, flags, tell)
         return

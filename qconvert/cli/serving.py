@@ -1,4 +1,4 @@
-"""Says how an output is served: the command, or why its first reader refuses it."""
+"""Names the command that serves an output, or why its first reader refuses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells --json's readers of outputs, leaves out what is there already, and keeps names apart."""
+"""Records outputs for --json, skips those that exist already, and keeps their names distinct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets a command aim at a size or a divergence: its options, the run before planning, what is told of it."""
+"""Adds target sizes and divergences to a command: options, the run before planning, its messages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Wanted:
 
     @property
     def target(self) -> Target | None:
-        """What is aimed at; None for nothing. Raises BadRecipe for what cannot be aimed at."""
+        """The target, None without one. Raises BadRecipe for one that cannot be reached."""
         if self.target_size is None and self.target_kl is None:
             for name, value in (("--schemes, --types", self.choices), ("--prices", self.prices)):
                 if value:

@@ -1,4 +1,4 @@
-"""Tells what a target chose, of what, and what was measured of it: for people and as plain data."""
+"""Reports what a target chose, from what, and how it measures: as text and as plain data."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Told:
         ]
 
     def _text_lines(self) -> list[str]:
-        """What to do where nobody has said what the model is for."""
+        """The advice where no calibration text was given."""
         if self.read["texts"] != ["default"]:
             return []
         return ["a mix is as good as its text: --text FILE, one like yours, makes it lose less there"]

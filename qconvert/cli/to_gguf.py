@@ -222,7 +222,7 @@ def _tower_type(file_type: str) -> str:
 
 
 def _beside(*, card: bool, modelfile: bool, manifest: bool) -> tuple[str, ...]:
-    """The suffixes of the files that are wanted beside the GGUF."""
+    """The suffixes of the files to write beside the GGUF."""
     from qconvert.convert.gguf_sidecars import CARD, MANIFEST, MODELFILE
 
     asked = {CARD: card, MODELFILE: modelfile, MANIFEST: manifest}

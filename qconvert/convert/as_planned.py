@@ -1,6 +1,6 @@
 """Reads the weights of a model as a plan makes them: before anything is written, or as they were written.
 
-So that what a plan costs can be measured: the decoder asks for a layer, and gets what its units make of it.
+So the loss of a plan can be measured: the decoder reads a layer, and gets what the layer's units make of it.
 """
 
 from __future__ import annotations

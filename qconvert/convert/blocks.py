@@ -87,7 +87,7 @@ def bounded(
                         del running[future]
                         yield future.result()
             except BaseException:
-                fetching.abort()  # else the threads below would wait for bytes that nobody wants
+                fetching.abort()  # else the threads below would wait for bytes that are not used
                 raise
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)

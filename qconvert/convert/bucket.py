@@ -1,7 +1,7 @@
 """Sends an output to object storage, where a model is there once its config.json is.
 
 Weights are uploaded one after another, in parts; then the texts; config.json comes last, and does not replace
-another one unasked, so that a half upload is never taken for a model. A GGUF file is one object, which stores
+another one unasked, so that a half upload is never loaded as a model. A GGUF file is one object, which stores
 show only when it is whole; of several parts every one says how many there are.
 """
 

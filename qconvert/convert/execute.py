@@ -157,9 +157,9 @@ def execute(
     verified: Progress = lambda done, total: None,
     destination: Destination | None = None,
 ) -> Result:
-    """Write the output of a job to `out`; `listen` hears of every block that is done.
+    """Write the output of a job to `out`; `listen` is called with every block that is done.
 
-    Where an earlier run of the same job was killed, its blocks are taken over, and heard of first; `opened`
+    Where an earlier run of the same job was killed, its blocks are reused, and reported first; `opened`
     is given the journal that says so, once the output is open; `verified` is told how many bytes of how many
     were read back. With a `destination`, each file is read back and sent there as soon as it is written.
     Raises what a run can refuse (`convert.run_errors`), NotTaken for what the destination does not take,

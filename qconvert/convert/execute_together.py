@@ -64,7 +64,7 @@ def execute_together(
 
 
 class _Added:
-    """Tells what is verified of all outputs together."""
+    """Reports what is verified of all outputs together."""
 
     def __init__(self, tell: Progress, totals: Sequence[int]) -> None:
         self._tell, self._totals, self._next = tell, totals, 0

@@ -1,4 +1,4 @@
-"""Tells whether an output is there already, whole, and what a job would write from its source."""
+"""Determines whether an output exists already, complete, and is what a job would write from its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what tells one job from another: everything that the bytes of its output depend on.
+"""Identifies a job: everything that the bytes of its output depend on.
 
 A run goes on with what an earlier one left only where all of it is the same; else two halves of different
 models would make one file. Names and times of files do not count, their contents do.

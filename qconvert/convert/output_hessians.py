@@ -1,4 +1,4 @@
-"""Gives units what gradients say of their rows, so that rows make up for one another's errors.
+"""Provides units with Hessians of their rows, from gradients: rows then compensate one another's errors.
 
 Before any weight is quantized, E[g g^T] of every R consecutive outputs of every linear is measured
 (`calibrate.output_moments`). What a unit writes side by side may come from several linears, or in another

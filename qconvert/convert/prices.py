@@ -77,7 +77,7 @@ def grouped(jobs: Mapping[str, Job], costs: Costs) -> list[Group]:
 
 
 def sized_groups(jobs: Mapping[str, Job]) -> list[Group]:
-    """The same groups and bytes, all options for nothing: what is known before a text is run."""
+    """The same groups and bytes, all options at price 0: what a plan needs before a text is run."""
     return grouped(jobs, defaultdict(float))
 
 

@@ -225,7 +225,7 @@ class Publication:
 
 
 def _silent(done: int, total: int) -> None:
-    """Tell nobody."""
+    """Do nothing."""
 
 
 @contextmanager

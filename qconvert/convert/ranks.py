@@ -4,7 +4,7 @@ plan + world  ->  files in the order of this process  ->  blocks of their units 
 receipts of all, in the order of the plan  ->  the outcome of one process  ->  what lies beside  ->  the name
 
 Whoever finds all receipts finishes the output, and any number may try at once: a file is moved, or found
-where it belongs; what lies beside is the same, whoever writes it; and the output gets its name by one rename.
+where it belongs; the other files are the same from every process; and the output gets its name by one rename.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def execute_with_others(
 ) -> Result | None:
     """Write the output of a job to `out`, as one of several processes; the result if this one named it.
 
-    None means that another one has, and that the output is there. `listen` hears of every block that any
-    process has made, `done` of every file. Raises what `execute` raises, and BadRecipe for a job that is
+    None means that another one has, and that the output is there. `listen` gets every block that any process
+    has made, `done` every file. Raises what `execute` raises, and BadRecipe for a job that is
     not divided. What is overwritten keeps its name until the output is finished; an output of this very job
     is left, since it may be that of processes that were faster.
     """
@@ -114,7 +114,7 @@ def _is_there(job: Job, out: Path, facts: Json) -> bool:
         if not shared:
             raise
         return False  # the parts of a GGUF that have their names already
-    if found and shared:  # whoever named it was killed before it removed this
+    if found and shared:  # the process that named it was killed before it removed this
         clear_replaced(out, settings_of(out).get("replaces", {}).get(out.name))
         shutil.rmtree(shared_folder(out), ignore_errors=True)
     return found
@@ -208,7 +208,7 @@ class _Shared:
         self._told(len(self._folder.receipts), len(self._files))
 
     def _take(self, done: BlockDone) -> None:
-        """Take in the event of a block; one whose rows went into two files is heard of by both."""
+        """Take in the event of a block; one whose rows went into two files is reported for both."""
         key = done.unit.output.name, done.start
         if key not in self._heard:
             self._heard.add(key)
@@ -279,7 +279,7 @@ class _OneFile(FileSink):
 
 
 class _OfOneFile(RunJournal):
-    """Says of all units but those of a file that they are there; they share scales with one of them."""
+    """Marks all units but those of a file as done; they share scales with one of them."""
 
     def __init__(self, names: Collection[str], block_bytes: int) -> None:
         super().__init__({}, block_bytes=block_bytes, checksums=True)

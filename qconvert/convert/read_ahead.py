@@ -1,7 +1,7 @@
-"""Says which bytes of a source each block of a plan reads, so that they can be fetched before it runs.
+"""Estimates which bytes of a source each block of a plan reads, so that they can be fetched before it runs.
 
-What is said is an estimate that only costs time and bytes where it is wrong: a block that reads more asks for
-it by itself, and one that reads less has fetched it for nothing.
+A wrong estimate only costs time and bytes: a block that reads more requests
+it by itself, and one that reads less has fetched it in vain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qconvert.convert.job import OpenedModel
 
 T = TypeVar("T")
-# Smaller arrays are read whole by whoever reads a part of them: scales of all rows, orders of columns.
+# Smaller arrays are read whole where a part of them is needed: scales of all rows, orders of columns.
 _WHOLE_BYTES = 256 << 10
 
 

@@ -1,4 +1,4 @@
-"""Says what a conversion may take of memory, and what it needs at least: more than was asked for is refused.
+"""Limits the memory of a conversion: it is refused where it needs more than the limit.
 
 What is asked for is the resident size of the process: what it has once the plan is made, kernels that are
 loaded, blocks of rows, and what is kept of every array until the output is finished.
@@ -16,7 +16,7 @@ from qconvert.convert.runner import BLOCK_BYTES, block_bytes, block_cost
 from qconvert.formats.io.read_back import WINDOW
 from qconvert.ops import Cast, CheckFinite
 
-# What blocks of rows may take however little is left of a memory that nobody asked for.
+# What blocks of rows may take however little is left, without --max-memory.
 _LEAST_BYTES = 4 * BLOCK_BYTES
 # Measured: 131 MB where they come from the cache, 150 to 205 MB where they are compiled.
 _KERNELS = 184_000_000
@@ -37,7 +37,7 @@ def block_bytes_of(job: Job, memory: int | None = None) -> int:
 def rows_bytes(job: Job, taken: int = 0) -> int:
     """The bytes that blocks of rows may take together, where the process has `taken` some before.
 
-    One block is always admitted; of a memory that nobody asked for, a few.
+    One block is always admitted; without --max-memory, a few.
     """
     most = job.options.max_memory
     least = min(most, _LEAST_BYTES)

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 Made = Callable[[Unit, int, Value], None]
 """Is shown what rows of a unit, from that number on, became; called from any thread."""
 RowsStatistics = Callable[[Unit, int, int], tuple[RowStatistics, ...]]
-"""Gives the statistics of rows [start, stop) of a unit's output, by runs of rows; called from any thread."""
+"""Returns the statistics of rows [start, stop) of a unit's output, by runs of rows; thread-safe."""
 Gathered = Callable[[], tuple[Value, int]]
-"""Gives the rows that a block reads, and the bytes that were read for them."""
+"""Returns the rows that a block reads, and the bytes that were read for them."""
 Granule = Callable[[Unit], int]
-"""Says how many rows of a unit are made together."""
+"""Returns how many rows of a unit are made together."""
 
 # Working memory of one block: large enough to amortise a Python call, small enough to stay near
 # the cache and to leave room for many blocks in a small budget.
@@ -63,7 +63,7 @@ SCRATCH_PER_WEIGHT = 6
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a run may take, and what it lets pass. Nothing has a default: whoever runs a plan says it all.
+    """What a run may take, and what it lets pass. Nothing has a default: the caller states everything.
 
     `max_memory` bounds the blocks in flight, in bytes (one block is always admitted), and `block_bytes` each
     of them; `checksums` are needed to verify what was written; `most_code_error` is how far codes that are
@@ -231,7 +231,7 @@ def _finalized(
 
 
 def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]:
-    """Blocks of a unit whose working memory stays near `limit` bytes, aligned as the layout asks.
+    """Blocks of a unit whose working memory stays near `limit` bytes, aligned as the layout needs.
 
     They are whole multiples of `granule` rows too.
     """

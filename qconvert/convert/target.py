@@ -53,7 +53,7 @@ _HEADERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mix, the request that asks for it, and the bytes of its output: of its files where the target is in
+    """A mix, the request that makes it, and the bytes of its output: of its files where the target is in
     bytes, else of its tensors.
     """
 
@@ -124,7 +124,7 @@ def choose(
     they are priced with error feedback, for which the sensitivities must hold rows out, and so is a `tied`
     embedding, as the head that it is. Costs of weights are added up, and those of their errors do not quite
     add up: so a mix for a size has a rival, which is to be measured beside it, and with a `measure`, one for
-    a divergence is chosen anew where it diverges more or less than was expected. Prices that `saved` has are
+    a divergence is chosen again where it diverges more or less than was expected. Prices that `saved` has are
     taken from there, where the request has no statistics. Raises BadRecipe for a target that no mix reaches.
     """
     written, request = written or prepared, _naming_the_head(request, tied=tied)
@@ -316,7 +316,7 @@ def _uniform_request(request: Request, label: str) -> Request:
     if isinstance(request.target, GGUFTarget):
         return replace(request, target=replace(request.target, file_type=_file_type(label), pure=True))
     recipe, target = request.recipe, request.layout_target
-    # What is written last wins, so that what the user asks for stays as it is.
+    # What is written last wins, so that the user's own rules stay.
     quantized = target is not None and target.traits.embeddings != "plain"
     tables = tuple(Rule(role, parse_scheme(label)) for role in ("embed", "lm_head") if quantized)
     return replace(request, recipe=recipe.with_(scheme=parse_scheme(label), rules=(*tables, *recipe.rules)))

@@ -31,7 +31,7 @@ Opened = Callable[[RunJournal], None]
 
 @dataclass(slots=True)
 class Writing:
-    """An output that is open, with its journal; `listen` hears of every block that is done.
+    """An output that is open, with its journal; `listen` is called with every block that is done.
 
     Where it goes to a `destination`, there is a `publication` while it is recorded.
     """

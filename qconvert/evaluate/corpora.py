@@ -1,4 +1,4 @@
-"""Reads the texts to measure on, each known by its SHA-256.
+"""Reads the texts to measure on, each identified by its SHA-256.
 
 The wikitext-2 test set is published in two forms whose perplexities differ: `raw`, the file
 wiki.test.raw that llama.cpp reads, and `hf-join`, the rows of the `datasets` library joined by blank

@@ -1,4 +1,4 @@
-"""Takes up an evaluation that is complete: its report is read back instead of measured again."""
+"""Resumes an evaluation that is complete: its report is read back instead of measured again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets EleutherAI's lm-evaluation-harness run its tasks on qconvert's decoder.
+"""Runs tasks of EleutherAI's lm-evaluation-harness on qconvert's decoder.
 
 `python -m qconvert.evaluate.lm_eval_adapter` is `lm_eval` with one more model, `qconvert`:
 

@@ -1,4 +1,4 @@
-"""Says what models take whose layers are read in turn: a layer, what reading it takes, the head.
+"""Counts the bytes of models whose layers are read in turn: of a layer, of reading it, of the head.
 
 Found from the headers and a few rows of every kind of weight, which are decoded as the model's own would be.
 """

@@ -1,7 +1,7 @@
-"""Says which files were measured: where a model lies, and hashes that tell its weights from any others.
+"""Records which files were measured: their paths, and hashes that identify the weights.
 
-A folder that qconvert made is known by the SHA-256 of its manifest, which holds those of its files; any other
-model by those of its weight files, which are read for it.
+A folder that qconvert made is identified by the SHA-256 of its manifest, which holds those of its files; any
+other model by those of its weight files, which are read for it.
 """
 
 from __future__ import annotations

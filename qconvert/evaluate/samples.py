@@ -1,4 +1,4 @@
-"""Lets models continue prompts side by side: what the figures look like in words."""
+"""Generates continuations of prompts by several models, to read beside the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what an evaluation found, in sentences for people who do not read tables."""
+"""Summarises an evaluation in sentences, for people who do not read tables."""
 
 from __future__ import annotations
 

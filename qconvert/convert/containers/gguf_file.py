@@ -56,7 +56,7 @@ CALIBRATION = "qconvert.calibration"
 TARGET = "qconvert.target"
 # Our own key: the inputs whose channels are scaled, as JSON (`scaling` in the manifest of a folder).
 SCALING = "qconvert.scaling"
-# llama.cpp tells Phi-3 by its name, and looks these tokens up without asking whether they are there
+# llama.cpp recognises Phi-3 by its name, and looks these tokens up without checking that they exist
 # (llama_vocab::impl::load in src/llama-vocab.cpp).
 _PHI3_NAMES = ("phi-3", "phi3")
 _PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
