@@ -112,6 +112,16 @@ def test_calls_in_the_manner_of_other_tools_say_what_to_type(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["m"]
 
 
+def test_a_missing_model_does_not_keep_the_others_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny(tmp_path / "m")
+    ran = qconvert("quantize", "m", "gone", "--bits", 4, "--group-size", 32, "--keep-going", "--json")
+    assert ran.code == 1 and ran.json["error"]["fact"] == "gone: no such file or folder"
+    assert (tmp_path / "m-int4-g32/config.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

@@ -108,9 +108,14 @@ def _write_all(
 
 
 def _check_last(models: Sequence[str], flags: Flags) -> None:
-    """Raise where the last of several models looks like an output, which other tools take as it is."""
+    """Raise where the last of several models looks like an output, as other tools accept one there.
+
+    With --keep-going it is a model that fails, and the others are written.
+    """
+    if flags.out is not None or flags.keep_going:
+        return
     first, last = Path(models[0]), Path(models[-1])
-    if flags.out is None and first.exists() and not last.exists() and last.parent.is_dir():
+    if first.exists() and not last.exists() and last.parent.is_dir():
         hint = f"-o names an output: -o {shown(models[-1])}"
         raise QConvertError(f"{shown(models[-1])}: no such file or folder", hint)
 
