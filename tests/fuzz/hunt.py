@@ -106,9 +106,17 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _all(inputs: int, seed: int, only: Sequence[str]) -> list[Harm]:
+def _all(inputs: int, seed: int, only: Sequence[str], folder: Path) -> list[Harm]:
+    """What does harm, each kept in the folder as it is found: a hunt that is stopped has lost nothing."""
     gc.set_threshold(50_000, 50, 100)
-    return list(hunt(inputs, seed, only))
+    harms = list[Harm]()
+    for harm in hunt(inputs, seed, only):
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{harm.kind.replace(' ', '-')}-{seed}-{harm.number}"
+        path.write_bytes(harm.raw)
+        path.with_name(f"{path.name}.txt").write_text(harm.why)
+        harms.append(harm)
+    return harms
 
 
 def main() -> None:
@@ -122,20 +130,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("build/fuzz"), help="where harmful files are kept")
     asked = parser.parse_args()
     began, harms = time.monotonic(), list[Harm]()
-    parts = min(asked.inputs, asked.jobs * 4)
+    parts = min(asked.inputs, asked.jobs)  # each makes its sound files, which takes as long as some thousand
     each, rest = divmod(asked.inputs, parts)
     with ProcessPoolExecutor(asked.jobs) as pool:
         runs = [
-            pool.submit(_all, each + (part < rest), asked.seed * 1000 + part, asked.only)
+            pool.submit(_all, each + (part < rest), asked.seed * 1000 + part, asked.only, asked.keep)
             for part in range(parts)
         ]
         for run in runs:
             harms += run.result()
-    for harm in harms:
-        asked.keep.mkdir(parents=True, exist_ok=True)
-        path = asked.keep / f"{harm.kind.replace(' ', '-')}-{asked.seed}-{harm.number}"
-        path.write_bytes(harm.raw)
-        path.with_name(f"{path.name}.txt").write_text(harm.why)
     last = Counter(f"{harm.kind}: {harm.why.strip().splitlines()[-1][:150]}" for harm in harms)
     for line, count in last.most_common():
         print(f"{count:6}  {line}")
