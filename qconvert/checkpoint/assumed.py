@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 from qconvert.checkpoint.assumed_tower import tower_shapes, untold_tower
@@ -22,6 +23,7 @@ from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.huggingface.folder import CONFIG_FILE, HFCheckpoint, open_config
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE
 from qconvert.formats.huggingface.shard_index import ShardIndex, read_index
+from qconvert.formats.io.array_table import ArrayTable
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.base import MatrixKind, Promise
 from qconvert.formats.layouts.config_checks import settings_of
@@ -77,9 +79,7 @@ def _is_config(path: Path) -> bool:
     return (folder / CONFIG_FILE).is_file() and not (there or adapter.exists() or others)
 
 
-def _promised(
-    architecture: Architecture, index: ShardIndex | None
-) -> tuple[dict[str, TensorSpec], list[str]]:
+def _promised(architecture: Architecture, index: ShardIndex | None) -> tuple[ArrayTable, list[str]]:
     """The arrays of a plain model, and what is to be said of them."""
     names = architecture.stored if index is None else index.weight_map
     architecture = architecture.spelled_like(names)
@@ -87,10 +87,11 @@ def _promised(
     shapes |= tower_shapes(architecture, None if index is None else names)
     dtype, notes = _dtype(architecture, shapes, index)
     notes += untold_tower(architecture, architecture.config) if index is None else []
-    specs = {name: TensorSpec(name, dtype, shape) for name, shape in shapes.items()}
+    specs = ArrayTable()  # of arrays that lie nowhere
+    specs.extend(shapes, [specs.kind((dtype, shape)) for shape in shapes.values()], repeat(0, len(shapes)))
     others = [name for name in names if name not in shapes] if index is not None else []
     if index is not None and others:
-        notes.append(_rest_note(others, _bytes_of_rest(specs.values(), index)))
+        notes.append(_rest_note(others, _bytes_of_rest(specs.nbytes, index)))
     return specs, notes
 
 
@@ -136,10 +137,10 @@ def _rest_note(others: Sequence[str], taken: str) -> str:
     )
 
 
-def _bytes_of_rest(specs: Iterable[TensorSpec], index: ShardIndex) -> str:
+def _bytes_of_rest(nbytes: int, index: ShardIndex) -> str:
     if not isinstance(index.total_size, int):
         return ""
-    rest = index.total_size - sum(spec.nbytes for spec in specs)
+    rest = index.total_size - nbytes
     return f", take {rest:,} bytes" if rest > 0 else ""
 
 
@@ -258,7 +259,7 @@ def _differences(specs: Mapping[str, TensorSpec], index: ShardIndex) -> list[str
     counted = sum(spec.nbytes for spec in specs.values())
     total = index.total_size if isinstance(index.total_size, int) else counted
     if others:
-        return [_rest_note(others, _bytes_of_rest(specs.values(), index))]
+        return [_rest_note(others, _bytes_of_rest(counted, index))]
     return (
         [f"{INDEX_FILE} counts {total:,} bytes, config.json describes {counted:,}"]
         if total != counted

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import click
 
+from qconvert.cli.collecting import without_collecting
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_download, tell_source
@@ -111,14 +112,16 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     from qconvert.convert.run_memory import require_memory
 
     request = ask(source) if callable(ask) else ask
-    job = prepare(
-        source,
-        request,
-        flags.options,
-        statistics=flags.statistics,
-        calibration=flags.calibration(source, aims=isinstance(ask, Explained)),
-        pre_tokenizer=flags.pre_tokenizer,
-    )
+    calibration = flags.calibration(source, aims=isinstance(ask, Explained))
+    with without_collecting():
+        job = prepare(
+            source,
+            request,
+            flags.options,
+            statistics=flags.statistics,
+            calibration=calibration,
+            pre_tokenizer=flags.pre_tokenizer,
+        )
     out = out_of(job, suffix, flags)
     require_own_name(out, flags.taken)
     destination = destination_of(flags, out)
@@ -145,7 +148,8 @@ def write(
     from qconvert.cli.conversion_report import report_of
 
     chooser = ask if isinstance(ask, Explained) else None
-    source = open_source(model, ask, flags)
+    with without_collecting():
+        source = open_source(model, ask, flags)
     started = time.perf_counter()
     planned = plan_output(source, ask, suffix, flags)
     chosen_in = time.perf_counter() - started if chooser else 0.0

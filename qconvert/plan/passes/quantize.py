@@ -34,6 +34,7 @@ def quantize(state: Compiled) -> Compiled:
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
     scale_dtype = target.traits.scale_dtype if target else None
     made: dict[tuple[int, tuple[int, ...], DType], tuple[Quantize]] = {}  # by the identity of a scheme
+    alike: dict[Quantize, tuple[Quantize]] = {}  # so that all shapes share an encoding
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)
@@ -44,11 +45,13 @@ def quantize(state: Compiled) -> Compiled:
         if encoding.dtype is DType.F64:  # the quantizer's own arithmetic is float32
             unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
         kind = id(scheme), unit.output.shape, scale_dtype or encoding.dtype
-        if kind not in made:
-            made[kind] = (Quantize(fitting(scheme, unit.output, kind[-1]), recipe.search),)
+        ops = made.get(kind)
+        if ops is None:
+            op = Quantize(fitting(scheme, unit.output, kind[-1]), recipe.search)
+            ops = made[kind] = alike.setdefault(op, (op,))
         if unit.ops:
-            return unit.then(*made[kind])
-        output = ModelTensor(unit.output.name, unit.output.shape, made[kind][0].encoding)
-        return Unit(unit.read, made[kind], output, unit.statistics)  # which share their operations
+            return unit.then(*ops)
+        output = ModelTensor(unit.output.name, unit.output.shape, ops[0].encoding)
+        return Unit(unit.read, ops, output, unit.statistics)  # which share their operations
 
     return state.with_plan(plan.each(one))
