@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest.mock import patch
 
 from qconvert.convert.batches import SMALL
@@ -24,6 +24,7 @@ CHANGING = (
     "pwrite", "write", "fsync", "fdatasync", "posix_fallocate", "ftruncate",
     "rename", "replace", "link", "unlink", "mkdir", "rmdir",
 )  # fmt: skip
+T = TypeVar("T")
 Moment = Literal["before", "torn", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "torn", "after")
 KILLED = 128 + signal.SIGKILL
@@ -37,6 +38,13 @@ JOBS: dict[str, tuple[tuple[object, ...], str]] = {
         "out",
     ),
 }
+
+
+def asked(every: Sequence[T], some: Sequence[T]) -> Sequence[T]:
+    """Some cases; every one under QCONVERT_CRASH=all (`make crash`), or the third of 8 parts under 2/8."""
+    words = os.environ.get("QCONVERT_CRASH", "")
+    number, _, parts = words.partition("/")
+    return every if words == "all" else every[int(number) :: int(parts)] if parts else some
 
 
 def forked(work: Callable[[], object]) -> int:

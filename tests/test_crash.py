@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from tests.crashes import (
     KILLED,
     MOMENTS,
     Moment,
+    asked,
     calls_of,
     false_claims,
     groups_of,
@@ -32,7 +32,6 @@ from tests.crashes import (
 from tests.models import tiny
 
 # `make crash` tries every call in every way, and kills what goes on as well.
-EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
 KILLS = 12
 # Small blocks, one after the other, so that calls come in nearly one order.
 HOW = ("-j", 1, "--max-memory", "2MB", "-q")
@@ -72,11 +71,9 @@ def planned(kind: str, folder: Path) -> tuple[FilePlan, ...]:
 def moments(names: Sequence[str]) -> list[tuple[int, Moment]]:
     """Which calls to die at, and how: some of all, and each of those that name the output."""
     every = [(call, moment) for call in range(len(names)) for moment in MOMENTS]
-    if EVERYTHING:
-        return every
     last = max(number for number, name in enumerate(names) if name == "pwrite")
     naming = [(call, MOMENTS[call % len(MOMENTS)]) for call in range(last, len(names))]
-    return random.Random(20261122).sample(every, KILLS) + naming
+    return list(asked(every, random.Random(20261122).sample(every, KILLS) + naming))
 
 
 def claims(kind: str, folder: Path, files: Sequence[FilePlan]) -> tuple[int, list[str]]:
@@ -137,7 +134,7 @@ def test_a_run_killed_as_it_goes_on_goes_on_as_well(
     files, rng, thrice = planned(kind, tmp_path), random.Random(kind), 0
     (tmp_path / "count").mkdir()
     calls = calls_of(running(*command, *HOW, "-o", tmp_path / "count" / name))
-    for number in range(400 if EVERYTHING else 4):
+    for number in asked(range(400), range(4)):
         folder = tmp_path / str(number)
         folder.mkdir()
         run = running(*command, *HOW, "-o", folder / name)
@@ -177,19 +174,20 @@ def test_tensors_made_together_go_on_after_a_kill_at_any_call(tmp_path: Path) ->
         assert sum(seen) > 56 and len(seen) > 2
         whole = tree(tmp_path / "whole")
         calls = len(names_of(running(*command, "-o", tmp_path / "count" / "out")))
-        for call in range(calls):
-            for moment in MOMENTS if EVERYTHING else [MOMENTS[call % len(MOMENTS)]]:
-                folder = tmp_path / f"{call}{moment}"
-                out = folder / "out"
-                code = killed(running(*command, "-o", out), call, moment)
-                assert code in (KILLED, 0), (call, moment)
-                if not out.exists():
-                    journal = journal_of(out)
-                    records = 0 if journal is None else len(journal.records)
-                    assert journal is None or false_claims(journal, folder / "out.partial", files) == []
-                    resumed += records > 0
-                    ran = qconvert(*command, "-o", out)
-                    assert ran.code == 0, (call, moment, ran.err)
-                assert tree(folder) == whole, (call, moment)
-                shutil.rmtree(folder)
-    assert resumed > calls // 4
+        some = [(call, MOMENTS[call % len(MOMENTS)]) for call in range(calls)]
+        kills = asked([(call, moment) for call in range(calls) for moment in MOMENTS], some)
+        for call, moment in kills:
+            folder = tmp_path / f"{call}{moment}"
+            out = folder / "out"
+            code = killed(running(*command, "-o", out), call, moment)
+            assert code in (KILLED, 0), (call, moment)
+            if not out.exists():
+                journal = journal_of(out)
+                records = 0 if journal is None else len(journal.records)
+                assert journal is None or false_claims(journal, folder / "out.partial", files) == []
+                resumed += records > 0
+                ran = qconvert(*command, "-o", out)
+                assert ran.code == 0, (call, moment, ran.err)
+            assert tree(folder) == whole, (call, moment)
+            shutil.rmtree(folder)
+    assert resumed > len(kills) // 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,11 @@ from qconvert.core.schemes import parse_scheme
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import GGUFTarget, Request
-from tests.crashes import KILLED, MOMENTS, calls_of, groups_of, journal_of, killed, tree
+from tests.crashes import KILLED, MOMENTS, asked, calls_of, groups_of, journal_of, killed, tree
 from tests.models import tiny
 
 # `make crash` kills more often.
-KILLS = 25 if os.environ.get("QCONVERT_CRASH") == "all" else 4
+KILLS = asked(range(25), range(4))
 VOCAB = 320
 # So few tokens that dampings are chosen, in the first layer, for all others.
 TOKENS = np.random.default_rng(3).zipf(1.3, (24, 32)) % VOCAB
@@ -88,7 +87,7 @@ def test_a_calibrated_run_killed_at_any_call_goes_on_with_the_same_bytes(case: s
 
     calls, rng = calls_of(run(tmp_path / "count")), random.Random(case)
     assert tree(tmp_path / "count") == whole
-    for number in range(KILLS):
+    for number in KILLS:
         folder = tmp_path / str(number)
         folder.mkdir()
         code = killed(run(folder), rng.randrange(20, calls), rng.choice(MOMENTS))
@@ -102,7 +101,7 @@ def test_a_calibrated_run_killed_at_any_call_goes_on_with_the_same_bytes(case: s
         if not (folder / name).exists():
             execute(job_of(source, case, jobs=2, max_memory=50_000_000), folder / name)
         assert tree(folder) == whole, number
-    assert resumed > KILLS // 3
+    assert resumed > len(KILLS) // 3
 
 
 def test_layers_that_are_done_are_not_measured_or_rounded_again(

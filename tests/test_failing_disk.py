@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands import qconvert
-from tests.crashes import JOBS, failing, groups_of, names_of, running, tree
+from tests.crashes import JOBS, asked, failing, groups_of, names_of, running, tree
 
 # `make crash` has every call fail in every way.
-EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
 SOME = 6
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 HOW = ("-j", 1, "--max-memory", "2MB")
@@ -32,7 +31,7 @@ def test_an_error_of_any_call_is_one_sentence_and_the_next_run_ends_equal(
         names = names_of(running(*command, *HOW, "-q", "-o", here / "whole" / name))
         whole = tree(here / "whole")
         cases = [(call, lasting) for call in range(len(names)) for lasting in (False, True)]
-        chosen = cases if EVERYTHING else random.Random(f"{kind} {number}").sample(cases, SOME)
+        chosen = asked(cases, random.Random(f"{kind} {number}").sample(cases, SOME))
         failed = 0
         for call, lasting in chosen:
             shutil.rmtree(here / "made", ignore_errors=True)

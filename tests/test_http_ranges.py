@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import threading
@@ -18,6 +17,7 @@ from qconvert.checkpoint.http_ranges import read_range
 from qconvert.checkpoint.hub_file import HubFile
 from qconvert.checkpoint.network import Aborted, Network
 from qconvert.errors import SourceUnavailable
+from tests.crashes import asked
 from tests.fake_hub import Answer, FakeHub, Fault, running
 
 BLOB = random.Random(0).randbytes(700_000)
@@ -263,7 +263,7 @@ FAULTS = (
 
 
 @settings(
-    max_examples=2000 if os.environ.get("QCONVERT_CRASH") == "all" else 120,
+    max_examples=len(asked(range(2000), range(120))),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

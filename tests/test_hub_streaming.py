@@ -23,7 +23,7 @@ from qconvert.checkpoint.open import open_checkpoint
 from qconvert.errors import NotDownloaded
 from qconvert.formats.huggingface.folder import open_hf_folder
 from tests.commands import Ran, files_of, made, qconvert, without_source
-from tests.crashes import groups_of
+from tests.crashes import asked, groups_of
 from tests.fake_hub import COMMIT, GATED, Answer, FakeHub, known, running
 from tests.models import tiny, tiny_arrays, tiny_config, write_shards
 
@@ -205,13 +205,13 @@ ODD = (
     Answer(429, {"Retry-After": "0"}), Answer(headers={"Content-Encoding": "gzip"}), Answer(302),
 )  # fmt: skip
 # `make crash` tries 2,000 sequences.
-SEQUENCES = 2000 if os.environ.get("QCONVERT_CRASH") == "all" else 8
+SEQUENCES = asked(range(2000), range(8))
 
 
 def test_any_sequence_of_faults_ends_equal_or_in_one_sentence_and_goes_on(hub: FakeHub, here: Path) -> None:
     whole = weights_of(made(*CONVERT[:-4], "-o", "whole", "--max-memory", "8MB"))
     ends = 0
-    for seed in range(SEQUENCES):
+    for seed in SEQUENCES:
         rng = random.Random(seed)
         share, hub.ranges, hub.resolved, hub.uses = (
             rng.choice((0.02, 0.1, 0.3)),
@@ -235,7 +235,7 @@ def test_any_sequence_of_faults_ends_equal_or_in_one_sentence_and_goes_on(hub: F
         assert weights_of(here / "out") == whole, seed
         shutil.rmtree(here / "out")
         hub.log.clear()
-    assert 0 < ends < SEQUENCES
+    assert 0 < ends < len(SEQUENCES)
 
 
 ENDS = {

@@ -15,7 +15,7 @@ import pytest
 
 from qconvert.checkpoint import network
 from tests.commands import Ran, files_of, made, qconvert
-from tests.crashes import forked
+from tests.crashes import asked, forked
 from tests.crashes import running as running_command
 from tests.fake_hub import FakeHub, known, running, sha256
 from tests.models import tiny
@@ -23,8 +23,6 @@ from tests.models import tiny
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000, "num_hidden_layers": 2}
 QUANTIZE = ("quantize", "m", "--bits", 4, "--group-size", 32, "--min-max", "-j", 2, "--shard-size", "150KB")
 PUSH = (*QUANTIZE, "-o", "out", "--push-to", "org/new")
-# `make crash` kills at every two requests.
-EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
 TOKEN = "hf_verysecrettokenverysecret"
 
 
@@ -199,7 +197,7 @@ def test_a_run_that_is_killed_as_it_goes_on_ends_equal(
     assert kill(command, 10**9) == 0
     requests, twice = len(hub.log), 0
     pairs = [(first, second) for first in range(1, requests) for second in range(1, requests)]
-    chosen = pairs if EVERYTHING else random.Random(20261123).sample(pairs, 8)
+    chosen = asked(pairs, random.Random(20261123).sample(pairs, 8))
     for first, second in chosen:
         hub.log.clear()
         hub.repos.clear()
