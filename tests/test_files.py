@@ -178,3 +178,17 @@ def test_a_write_that_fails_is_told_with_its_place() -> None:
     with pytest.raises(QConvertError, match="w: cannot be written at byte 8: No space left on device"):
         write_exactly(fd, memoryview(b"x" * 10), 8, "w")
     os.close(fd)
+
+
+def test_a_name_that_two_processes_give_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is stopped between both steps, while another takes the second; the file keeps its name."""
+    link = os.link
+
+    def overtaken(partial: Path, final: Path) -> None:
+        link(partial, final)
+        partial.unlink()
+
+    monkeypatch.setattr(os, "link", overtaken)
+    (tmp_path / "partial").write_bytes(b"whole")
+    local_file.name_new(tmp_path / "partial", tmp_path / "final")
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]

@@ -262,6 +262,8 @@ def name_new(partial: Path, final: Path) -> None:
     else:
         try:
             partial.unlink()
+        except FileNotFoundError:
+            pass  # another process that names the same file was at it meanwhile; the file has its name
         except OSError:
             final.unlink()
             raise
