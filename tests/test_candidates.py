@@ -140,7 +140,7 @@ def test_a_dry_run_makes_neither_and_says_what_a_run_costs(
 def test_events_tell_of_candidates_in_a_run_of_their_own(
     asked: tuple[object, ...], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While they were made, the file was silent; what ends the run is told there, too."""
+    """What ends that run is told there, too; the prices and what is measured are runs of stages."""
     monkeypatch.setattr(events, "EVERY", 0.0)
     command = ("to-gguf", *asked, *TYPES, "-o", here / "best.gguf", "--events", here / "e.jsonl")
 
@@ -155,7 +155,9 @@ def test_events_tell_of_candidates_in_a_run_of_their_own(
     made(*command, "--restart")
     found = told(here / "e.jsonl")
     runs = list(dict.fromkeys(line["run"] for line in found))
-    of = [[line for line in found if line["run"] == run] for run in runs]
+    every = [[line for line in found if line["run"] == run] for run in runs]
+    assert [own[0]["stage"] for own in every if own[0]["event"] == "stage"] == ["weigh", "measure"]
+    of = [own for own in every if own[0]["event"] == "start"]
     assert len(of) == 2 and [[own[0]["event"], own[-1]["event"]] for own in of] == [["start", "end"]] * 2
     assert all(own[-1]["ok"] for own in of)
     first, second = of[0][0], of[1][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from referencing.jsonschema import DRAFT202012
 
 from qconvert.checkpoint import network
 from qconvert.cli import events
+from qconvert.convert import runner
 from tests.commands import made, qconvert, strict_json
 from tests.crashes import KILLED, groups_of, killed, running
 from tests.fake_hub import Answer, known
@@ -145,3 +147,82 @@ def test_a_file_that_takes_no_line_is_named(here: Path) -> None:
     assert (ran.code, error["kind"]) == (1, "disk_full")
     assert error["fact"] == "/dev/full: cannot be written: No space left on device"
     assert not (here / "o").exists()
+
+
+# What writes no output
+
+CALIBRATED = ("--text", "text.txt", "--tokens", 512, "--window", 64)
+
+
+@pytest.fixture
+def text(here: Path) -> Path:
+    (here / "text.txt").write_text("def f(x):\n    return x + 1\n" * 200, encoding="utf-8")
+    return here / "text.txt"
+
+
+def stages(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The stage and the lines of every run that writes no output; each is told from nothing to all of it."""
+    lines = told(path)
+    names = dict.fromkeys(line["run"] for line in lines)
+    runs = [[line for line in lines if line["run"] == name] for name in names]
+    found = [run for run in runs if run[0]["event"] == "stage"]
+    for run in found:
+        *between, end = run
+        assert kinds(run) == "stage end" and end["ok"] and len(between) > 2
+        assert (between[0]["done"], between[0]["total"], between[0]["seconds_left"]) == (0, None, None)
+        assert between[-1]["done"] == between[-1]["total"] > 0 and between[-1]["seconds_left"] == 0
+        done = [line["done"] for line in between]
+        assert done == sorted(done)
+    return [(run[0]["stage"], run) for run in found]
+
+
+def test_a_text_that_is_read_for_prices_and_what_is_measured_are_told(here: Path, text: Path) -> None:
+    call = ("quantize", "embedded", "--target-size", "8.5bpw", "--schemes", "int4-g32,int8-g32", *CALIBRATED)
+    made(*call, "-o", "o", "--events", "e.jsonl", "-q")
+    assert [stage for stage, _ in stages(here / "e.jsonl")] == ["weigh", "measure"]
+    assert kinds(told(here / "e.jsonl")) == "stage end stage end start progress file end"
+
+
+def test_statistics_and_perplexity_are_told(here: Path, text: Path) -> None:
+    assert qconvert("calibrate", "embedded", *CALIBRATED, "-o", "s", "--events", "e.jsonl", "-q").code == 0
+    call = ("eval", "perplexity", "embedded", "--text", "text.txt", "--context", 64, "--events", "e.jsonl")
+    assert qconvert(*call, "-q").code == 0
+    (first, ran), (second, scored) = stages(here / "e.jsonl")
+    assert (first, second) == ("calibrate", "evaluate")
+    assert (ran[0]["unit"], scored[0]["unit"], scored[0]["models"]) == ("pass", "window", ["embedded"])
+
+
+def test_a_stage_that_fails_or_is_interrupted_says_so(
+    here: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = ("eval", "perplexity", "embedded", "--text", "text.txt", "--context", 64, "--events", "e.jsonl")
+    assert qconvert(*call, "--reference", "nowhere").code == 1
+    end = told(here / "e.jsonl")[-1]
+    assert not end["ok"] and "nowhere" in end["error"]["fact"]
+    text.write_text(text.read_text(encoding="utf-8") * 6, encoding="utf-8")  # several batches
+    say, raised = events.StageLines.say_progress, list[bool]()
+
+    def interrupted(self: events.StageLines) -> None:
+        say(self)
+        if self._done and not raised:
+            raised.append(True)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(events.StageLines, "say_progress", interrupted)
+    assert qconvert(*call, "-o", "r").code == 143
+    end = told(here / "e.jsonl")[-1]
+    assert (end["ok"], end["stopped"]) == (False, 143)
+
+
+def test_silence_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that says nothing of itself, and a run whose blocks are slow, have lines all the same."""
+    monkeypatch.setattr(events, "SILENT", 0.05)
+    with events.stage_to(here / "e.jsonl", "weigh", ["m"], "pass"):
+        time.sleep(0.5)
+    assert len(told(here / "e.jsonl")) > 5
+    make = runner._make
+    monkeypatch.setattr(runner, "_make", lambda *args: (time.sleep(0.2), make(*args))[1])
+    made("quantize", "embedded", "--bits", 4, "-o", "o", "--events", "f.jsonl", *SLOW)
+    lines = told(here / "f.jsonl")
+    blocks = len({line["bytes_read"] for line in lines if line["event"] == "progress"})
+    assert sum(line["event"] == "progress" for line in lines) > 2 * blocks

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.events import stage_to
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.options import (
     TokensType,
     device_option,
+    events_option,
     examples,
     json_option,
     model_argument,
@@ -118,6 +120,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
 @overwrite_option
 @json_option
 @quiet_option("only the paths of the outputs")
+@events_option
 @revision_option
 def command(model: str, **flags: Any) -> None:
     """Measure what every linear of MODEL reads, by running it on text.
@@ -260,7 +263,10 @@ def _run(
     if talks:
         for line in _told_before(text, checkpoint, model, backwards=scratch is not None):
             click.echo(line, err=True)
-    with layers_passed(text.tokens, talks=talks) as progress:
+    with (
+        stage_to(flags["events"], "calibrate", [name], "pass") as lines,
+        layers_passed(text.tokens, talks=talks, also=lines.tell) as progress,
+    ):
         if model is not None:
             _check_memory(model, flags["max_memory"])
             return calibrate_elsewhere(model, name, text, device=flags["device"], progress=progress)

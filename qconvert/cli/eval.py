@@ -19,6 +19,7 @@ from qconvert.cli.eval_output import (
     write,
 )
 from qconvert.cli.eval_ranks import check_divided, report_with_others
+from qconvert.cli.events import stage_to
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.launchers import rank_option
 from qconvert.cli.options import (
@@ -26,6 +27,7 @@ from qconvert.cli.options import (
     ShareType,
     activations_option,
     device_option,
+    events_option,
     examples,
     jobs_option,
     json_option,
@@ -35,6 +37,7 @@ from qconvert.cli.options import (
     revision_option,
 )
 from qconvert.cli.progress import counted
+from qconvert.cli.ranks import own_file
 from qconvert.cli.signals import exit_code
 from qconvert.core.ranks import is_divided
 from qconvert.errors import BadRecipe
@@ -154,6 +157,7 @@ def command() -> None:
 )
 @json_option
 @quiet_option("only the report")
+@events_option
 @revision_option
 def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> None:
     """Measure perplexity, and the distance from a reference, with error bars.
@@ -208,6 +212,7 @@ def _report(
     rank = options.pop("rank")
     if stem is not None and is_divided(rank):
         options["quiet"] |= rank.number > 0
+        options["events"] = own_file(options["events"], rank)
         return report_with_others(
             stem,
             rank,
@@ -358,6 +363,7 @@ def _measure(
     save_reference: Path | None,
     samples: bool,
     max_memory: int | None,
+    events: Path | None,
     share: Share | None = None,
 ) -> PerplexityReport:
     import torch
@@ -366,8 +372,11 @@ def _measure(
 
     scores = None if out is None or share is not None else out.with_name(out.name + ".partial.npz")
     within = None if max_memory is None else _within(max_memory, out, talks=not quiet)
-    with counted("chunk", talks=not quiet) as progress:
-        return perplexity(
+    with (
+        stage_to(events, "evaluate", names, "window") as lines,
+        counted("chunk", talks=not quiet, also=lines.tell) as progress,
+    ):
+        report = perplexity(
             names,
             reference=reference,
             text=text,
@@ -388,6 +397,9 @@ def _measure(
             warn=lambda line: click.echo(f"Warning: {line}", err=True),
             share=share,
         )
+        if report.partial:
+            lines.end(ok=False, stopped=exit_code())
+    return report
 
 
 def _within(nbytes: int, out: Path | None, *, talks: bool) -> Within:

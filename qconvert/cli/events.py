@@ -2,7 +2,7 @@
 
 The shape of a line is fixed by `docs/reference/schemas/events.json`. Lines are appended, each in one write,
 so that a file holds all runs that one output took, and runs beside each other may share it: every line names
-its run.
+its run. Whatever the work is at, there is a line every ten seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,43 +24,109 @@ from qconvert.errors import QConvertError
 
 if TYPE_CHECKING:
     from qconvert.cli.progress import Bars
-    from qconvert.convert.job import Job, Result
+    from qconvert.convert.job import Job, OpenedModel, Result
     from qconvert.convert.outcome import BlockDone
     from qconvert.convert.resume import RunJournal
     from qconvert.convert.time_left import Work
     from qconvert.core.dtypes import Json
     from qconvert.core.ranks import Rank
 
-# Seconds between two lines on progress.
-EVERY = 2.0
+# Seconds between two lines on progress: where something is heard of the work, and where nothing is.
+EVERY, SILENT = 2.0, 10.0
 
 
 @dataclass
-class Events:
-    """Passes the events of a run on to the bars, and writes lines on them; none without a file."""
+class RunLines:
+    """Writes the lines of one run, from any thread: none without a file, and none after its end."""
 
     file: Path | None
-    jobs: Sequence[tuple[Job, Path]]
-    work: Work
-    bars: Bars
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
     _began: float = field(init=False)
     _told: float = field(init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _over: bool = field(default=False, init=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
     _run: str = field(default_factory=lambda: uuid4().hex[:12], init=False)
 
     def __post_init__(self) -> None:
         self._began = self._told = self.clock()
 
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return self.clock() - self._began
+
+    def say(self, event: str, **fields: Any) -> None:
+        """Write one line."""
+        with self._lock:
+            if self.file is not None and not self._over:
+                _append(self.file, event, self._run, fields)
+
+    def progress(self) -> None:
+        """Say how far the work is, unless that was just said."""
+        with self._lock:
+            if self.file is not None and self.clock() - self._told >= EVERY:
+                self._told = self.clock()
+                self.say_progress()
+
+    def say_progress(self) -> None:
+        """Say how far the work is."""
+        raise NotImplementedError
+
+    def end(self, **fields: Any) -> None:
+        """Say that the run is over, and what it took."""
+        from qconvert.calibrate.memory_limit import peak_resident
+
+        with self._lock:
+            self.say("end", seconds=round(self.seconds, 3), peak_memory=peak_resident(), **fields)
+            self._over = True
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Says how far the work is where nothing is heard of it, and that it is over if it ends in error."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(SILENT):
+                with suppress(QConvertError):  # which the next line of the main thread will raise
+                    self.progress()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        except QConvertError as error:
+            self.end(ok=False, error=error_record(error))
+            raise
+        except KeyboardInterrupt as error:
+            self.end(ok=False, stopped=error.exit_code if isinstance(error, Stopped) else 130)
+            raise
+        except GeneratorExit:  # what came of the work has met an error
+            self.end(ok=False)
+            raise
+        finally:
+            ended.set()
+            thread.join()
+
+
+@dataclass
+class Events(RunLines):
+    """Passes the events of a run on to the bars, and writes lines on them; none without a file."""
+
+    jobs: Sequence[tuple[Job, Path]]
+    work: Work
+    bars: Bars
+    stage: str = field(default="convert", init=False)
+
     def listen(self, done: BlockDone) -> None:
         """Take the event of a block."""
         self.bars.listen(done)
-        self._progress("convert")
+        self.progress()
 
     def verified(self, done: int, total: int) -> None:
         """Take note of how many bytes of how many were read back."""
         self.bars.verified(done, total)
-        self._progress("verify")
+        self.stage = "verify"
+        self.progress()
 
     def resumed(self, journal: RunJournal) -> None:
         """Say that an output goes on with what an earlier run has done."""
@@ -76,24 +142,14 @@ class Events:
         seconds = {stage: round(taken, 3) for stage, taken in results[0].seconds.items()}
         self.end(ok=True, seconds_by_stage=seconds)
 
-    def end(self, **fields: Any) -> None:
-        """Say that the run is over, and what it took."""
-        from qconvert.calibrate.memory_limit import peak_resident
-
-        taken = round(self.clock() - self._began, 3)
-        self.say("end", seconds=taken, peak_memory=peak_resident(), **fields)
-
-    def _progress(self, stage: str) -> None:
-        if self.file is None or self.clock() - self._told < EVERY:
-            return
+    def say_progress(self) -> None:
         from qconvert.calibrate.memory_limit import resident
 
-        self._told = self.clock()
         work, left = self.work, self.work.left()
         self.say(
             "progress",
-            stage=stage,
-            seconds=round(self._told - self._began, 3),
+            stage=self.stage,
+            seconds=round(self.seconds, 3),
             seconds_left=None if left is None else round(left, 1),
             bytes_read=work.read,
             bytes_written=work.written,
@@ -101,11 +157,64 @@ class Events:
             memory=resident(),
         )
 
-    def say(self, event: str, **fields: Any) -> None:
-        """Write one line; from any thread."""
-        if self.file is not None:
-            with self._lock:
-                _append(self.file, event, self._run, fields)
+
+@dataclass
+class StageLines(RunLines):
+    """Writes lines on work that writes no output: how much of it is done, of how much, in a `unit`."""
+
+    stage: str
+    models: Sequence[str]
+    unit: str
+    _done: float = field(default=0.0, init=False)
+    _total: float | None = field(default=None, init=False)
+    _first: tuple[float, float] | None = field(default=None, init=False)
+
+    def tell(self, done: float, total: int) -> None:
+        """Take note of how much is done; that may include what an earlier run has done."""
+        self._done, self._total = done, total
+        if self._first is None:
+            self._first = self.seconds, done
+        self.progress()
+
+    def say_progress(self) -> None:
+        from qconvert.calibrate.memory_limit import resident
+
+        self.say(
+            "stage",
+            stage=self.stage,
+            models=list(self.models),
+            unit=self.unit,
+            done=round(self._done, 3),
+            total=self._total,
+            seconds=round(self.seconds, 3),
+            seconds_left=self._left(),
+            memory=resident(),
+        )
+
+    def _left(self) -> float | None:
+        """The seconds that are left, at the pace since the work was first heard of."""
+        if self._first is None or self._total is None:
+            return None
+        at, before = self._first
+        done = self._done - before
+        left = (self.seconds - at) * (self._total - self._done) / done if done > 0 else None
+        return 0.0 if self._done >= self._total else None if left is None else round(left, 1)
+
+
+@contextmanager
+def stage_to(path: Path | None, stage: str, models: Sequence[str], unit: str) -> Iterator[StageLines]:
+    """The lines on work that writes no output: those of a run of its own, which ends with the context."""
+    lines = StageLines(path, stage, models, unit)
+    with lines.told():
+        lines.say_progress()
+        yield lines
+        lines.say_progress()
+        lines.end(ok=True)
+
+
+def name_of(source: OpenedModel) -> str:
+    """What a line calls a model: its repository, or its name."""
+    return source.location.repo_id or source.location.name
 
 
 def say_skipped(path: Path | None, out: str) -> None:
@@ -150,18 +259,11 @@ def events_to(
     if source.location.network is not None:
         source.location.network.retried = lambda reason: events.say("retry", reason=reason)
     totals = {"read": work.to_read, "written": work.to_write, "verified": work.to_verify}
-    name = source.location.repo_id or source.location.name
-    started: Json = {"command": request.command, "source": name, "version": __version__}
+    started: Json = {"command": request.command, "source": name_of(source), "version": __version__}
     if rank is not None:
         started["rank"] = [rank.number, rank.world]
     if candidates_of is not None:
         started["candidates_of"] = str(candidates_of)
     events.say("start", **started, outputs=outputs, bytes=totals)
-    try:
+    with events.told():
         yield events
-    except QConvertError as error:
-        events.end(ok=False, error=error_record(error))
-        raise
-    except KeyboardInterrupt as error:
-        events.end(ok=False, stopped=error.exit_code if isinstance(error, Stopped) else 130)
-        raise

@@ -50,23 +50,38 @@ def compiling_explained(*, talks: bool) -> Iterator[None]:
         yield
 
 
+Count = Callable[[float, int], None]
+"""Is told how much is done of how much."""
+
+
 @contextmanager
 def counted(
-    unit: str, *, talks: bool, scaled: bool = False, units: str | None = None
-) -> Iterator[Callable[[float, int], None] | None]:
-    """A bar that is told how much is done of how much; lines without a terminal; None under --quiet.
+    unit: str, *, talks: bool, units: str | None = None, also: Count = lambda done, total: None
+) -> Iterator[Count]:
+    """A bar that is told how much is done of how much; lines without a terminal; nothing under --quiet.
 
-    `scaled` numbers are written like 1.2M; `units` is the plural that lines name, `unit` and an s without it.
+    `units` is the plural that lines name, `unit` and an s without it; `also` is told the same.
     """
+    with _shown(unit, units or f"{unit}s", talks=talks) as show:
+
+        def tell(done: float, total: int) -> None:
+            show(done, total)
+            also(done, total)
+
+        yield tell
+
+
+@contextmanager
+def _shown(unit: str, units: str, *, talks: bool) -> Iterator[Count]:
     if not talks:
-        yield None
+        yield lambda done, total: None
         return
     if not sys.stderr.isatty():
-        yield Lines(units or f"{unit}s").tell
+        yield Lines(units).tell
         return
     from tqdm import tqdm
 
-    with tqdm(unit=unit, unit_scale=scaled, file=bare(sys.stderr), leave=False, dynamic_ncols=True) as bar:
+    with tqdm(unit=unit, file=bare(sys.stderr), leave=False, dynamic_ncols=True) as bar:
 
         def tell(done: float, total: int) -> None:
             bar.total = total
@@ -77,17 +92,18 @@ def counted(
 
 
 @contextmanager
-def layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None]]:
+def layers_passed(
+    tokens: int, *, talks: bool, also: Count = lambda done, total: None
+) -> Iterator[Callable[[int, int], None]]:
     """A bar over the passes of a text of so many tokens through layers, in tenths as its batches pass.
 
     It is told how many tokens are done of how many, each counted once for every pass through a layer: a
-    backward run passes through most layers twice.
+    backward run passes through most layers twice. `also` is told the passes.
     """
-    with counted("pass", talks=talks, units="passes through layers") as tell:
+    with counted("pass", talks=talks, units="passes through layers", also=also) as tell:
 
         def passed(done: int, total: int) -> None:
-            if tell is not None:
-                tell(round(done / tokens, 1), total // tokens)
+            tell(round(done / tokens, 1), total // tokens)
 
         yield passed
 

@@ -33,7 +33,7 @@ def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
     return Rank(0, 1)
 
 
-def _own_file(path: Path | None, rank: Rank) -> Path | None:
+def own_file(path: Path | None, rank: Rank) -> Path | None:
     """The file for the events of one process: of several, each writes its own, `NAME.0` to `NAME.3`."""
     return path.with_name(f"{path.name}.{rank.number}") if path is not None and rank.world > 1 else path
 
@@ -66,7 +66,7 @@ def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
     work = Work([job.compiled.plan])
     with (
         progress(work, talks=flags.logs) as bars,
-        events_to(_own_file(flags.events, rank), [(job, out)], work, bars, rank) as events,
+        events_to(own_file(flags.events, rank), [(job, out)], work, bars, rank) as events,
         ending_in_time(farewell),
     ):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,8 @@ import click
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from qconvert.calibrate.sensitivity import Sensitivity
     from qconvert.calibrate.text import CalibrationText
     from qconvert.cli.flags import Flags
@@ -219,6 +221,7 @@ class Aiming:
     def _measure_written(self, candidates: Candidates) -> Decision:
         """Make both candidates, and measure them."""
         from qconvert.calibrate.activation_file import scratch_folder
+        from qconvert.cli.events import name_of, stage_to
         from qconvert.cli.running import candidates_made
         from qconvert.evaluate.planned import compared, divergences_of, unseen_windows
 
@@ -230,8 +233,11 @@ class Aiming:
 
         read_BT, used = job.calibration.tokens_BT, self.read["tokens"]
         tokens_BT, unseen = unseen_windows(read_BT, used, None if flags.tokens is None else read)
-        with candidates_made(candidates, flags, scratch) as weights:
-            kls = divergences_of(weights, job, tokens_BT, scratch=scratch)
+        with (
+            candidates_made(candidates, flags, scratch) as weights,
+            stage_to(flags.events, "measure", [name_of(job.source)], "window") as lines,
+        ):
+            kls = divergences_of(weights, job, tokens_BT, scratch=scratch, progress=lines.tell)
         return compared(kls, {"as_written": True, "unseen": unseen})
 
     def _take(self, decision: Decision) -> None:
@@ -258,14 +264,13 @@ class Aiming:
 
     def _measured(self, source: OpenedModel, damping: float | None) -> tuple[Iterator[Sensitivity], Json]:
         """The sensitivities that a run forwards and backwards finds, and a record of its text."""
-        from functools import partial
-
         from qconvert.calibrate.activation_file import scratch_folder
         from qconvert.calibrate.calibration import Calibration
         from qconvert.calibrate.fit import fitted_weighing
         from qconvert.calibrate.measure_sensitivity import sensitivities_of
         from qconvert.calibrate.memory import Work
         from qconvert.calibrate.memory_limit import memory_limit
+        from qconvert.cli.events import name_of, stage_to
         from qconvert.cli.progress import layers_passed
         from qconvert.convert.saved_prices import SavedPrices
         from qconvert.evaluate.planned import planned_divergences, planned_memory
@@ -274,7 +279,12 @@ class Aiming:
         flags = self.flags
         text = flags.read_text(source, DEFAULT_TOKENS)
         scratch = scratch_folder(flags.out or Path("output"))
-        measure = partial(planned_divergences, tokens_BT=text.tokens_BT, scratch=scratch)
+        names = [name_of(source)]
+
+        def measure(jobs: Sequence[Job]) -> list[np.ndarray]:
+            with stage_to(flags.events, "measure", names, "window") as lines:
+                return planned_divergences(jobs, text.tokens_BT, scratch=scratch, progress=lines.tell)
+
         self.read, self._measure = text.record, measure
         if self.wanted.prices is not None:
             self._saved = SavedPrices.at(self.wanted.prices, source, text.tokens_BT, damping)
@@ -289,7 +299,10 @@ class Aiming:
             if flags.talks:
                 line = f"weighing encodings: {text.tokens:,} tokens forwards and backwards through the model"
                 click.echo(line, err=True)
-            with layers_passed(text.tokens, talks=flags.logs) as progress:
+            with (
+                stage_to(flags.events, "weigh", names, "pass") as lines,
+                layers_passed(text.tokens, talks=flags.logs, also=lines.tell) as progress,
+            ):
                 yield from sensitivities_of(
                     source.checkpoint,
                     text.tokens_BT,

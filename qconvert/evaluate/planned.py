@@ -21,7 +21,7 @@ from qconvert.convert.job import Job
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Rows
 from qconvert.evaluate.in_turn import LayersInTurn
-from qconvert.evaluate.lockstep import BATCH_TOKENS, EvalModel, Track, run_lockstep
+from qconvert.evaluate.lockstep import BATCH_TOKENS, EvalModel, Progress, Track, run_lockstep
 from qconvert.evaluate.memory import EvalMemory, EvalWork, fitted
 from qconvert.evaluate.model_bytes import ModelBytes
 from qconvert.evaluate.paired_statistics import mean
@@ -37,7 +37,11 @@ UNSEEN_TOKENS = BATCH_TOKENS["cpu"]
 
 
 def planned_divergences(
-    jobs: Sequence[Job], tokens_BT: np.ndarray, *, scratch: Path | None = None
+    jobs: Sequence[Job],
+    tokens_BT: np.ndarray,
+    *,
+    scratch: Path | None = None,
+    progress: Progress | None = None,
 ) -> list[np.ndarray]:
     """The KL divergence of what each job would make from its model, nats of every token, float32 [N].
 
@@ -45,18 +49,23 @@ def planned_divergences(
     """
     folder = scratch or Path(gettempdir())
     rows = [PlannedRows(job, folder) for job in jobs]
-    return divergences_of(rows, jobs[0], tokens_BT, scratch=folder)
+    return divergences_of(rows, jobs[0], tokens_BT, scratch=folder, progress=progress)
 
 
 def divergences_of(
-    weights: Sequence[Rows], job: Job, tokens_BT: np.ndarray, *, scratch: Path | None = None
+    weights: Sequence[Rows],
+    job: Job,
+    tokens_BT: np.ndarray,
+    *,
+    scratch: Path | None = None,
+    progress: Progress | None = None,
 ) -> list[np.ndarray]:
     """The KL divergence of other weights of a model from its own, nats of every token, float32 [N].
 
     The model is that of the job. Of the windows, int64 [B, T], as many are run as visit a layer together, so
     that every weight is made once. The process keeps within the memory that the job's options ask for; what
-    has no room lies in files without names in `scratch`, by default the folder of temporary files. Raises
-    BadRecipe where that is too little memory.
+    has no room lies in files without names in `scratch`, by default the folder of temporary files. `progress`
+    is told how many windows are done of how many. Raises BadRecipe where that is too little memory.
     """
     checkpoint, folder = job.source.checkpoint, scratch or Path(gettempdir())
     length = tokens_BT.shape[1]
@@ -72,7 +81,13 @@ def divergences_of(
     tracks += [track(f"plan {number}", rows) for number, rows in enumerate(weights)]
     run = LayersInTurn(memory, folder)
     run_lockstep(
-        tracks, windows_WT.ravel(), windows, compared=True, batch_tokens=memory.batch_tokens, run=run
+        tracks,
+        windows_WT.ravel(),
+        windows,
+        compared=True,
+        batch_tokens=memory.batch_tokens,
+        progress=progress,
+        run=run,
     )
     return [np.concatenate(each.kl) for each in tracks[1:]]
 
