@@ -268,6 +268,8 @@ class _HubAnswers(_Answers):
                 "casUrl": f"local://{self.fake.chunks}",
             }
             self.reply(200, json.dumps(token).encode())
+        elif repo is None and name in self.fake.repos and name not in self.fake.closed_to:
+            self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
         elif repo is None or name in self.fake.closed_to:
             self.reply(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif api and api[2] == "tree":

@@ -325,8 +325,8 @@ def test_another_job_is_refused() -> None:
     ("words", "fact"),
     [
         (
-            ("--push-to", "a/b"),
-            "--push-to or an object storage: works in one process only",
+            ("--push-to", "a/b", "--drop-pushed"),
+            "--drop-pushed: works in one process only",
         ),
         (("--restart",), "--restart: works in one process only, and this is one of 2"),
         (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is not a rank"),

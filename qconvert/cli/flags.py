@@ -178,7 +178,8 @@ class Flags:
         alone = {
             "--restart": self.restart,
             "--card, --modelfile or --manifest": self.beside,
-            "--push-to or an object storage": not self.stays,
+            "--drop-pushed": self.drop_pushed,
+            "an object storage": self.to_store,
             "a target": aims,
         }
         given = next((name for name, value in alone.items() if value), None)

@@ -16,6 +16,7 @@ from qconvert.core.ranks import Rank
 if TYPE_CHECKING:
     from qconvert.cli.flags import Flags
     from qconvert.convert.job import Job, Result
+    from qconvert.convert.publish import Destination
 
 
 def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
@@ -25,7 +26,8 @@ def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
     """
     from qconvert.formats.io.shared_folder import is_shared, shared_folder
 
-    if flags.shared or not is_shared(out) or flags.overwrite or job.calibration is not None:
+    joins = is_shared(out) and flags.keeps and not flags.overwrite and job.calibration is None
+    if flags.shared or not joins:
         return flags.rank if flags.shared else None
     if flags.restart:
         shutil.rmtree(shared_folder(out), ignore_errors=True)
@@ -38,7 +40,9 @@ def own_file(path: Path | None, rank: Rank) -> Path | None:
     return path.with_name(f"{path.name}.{rank.number}") if path is not None and rank.world > 1 else path
 
 
-def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
+def carried_out(
+    job: Job, out: Path, rank: Rank, flags: Flags, destination: Destination | None
+) -> Result | None:
     """Carry out a job as one of several processes; None where another one has named the output."""
     from qconvert.convert.ranks import execute_with_others
     from qconvert.convert.time_left import Work
@@ -70,7 +74,7 @@ def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
         ending_in_time(farewell),
     ):
         try:
-            result = execute_with_others(job, out, rank, events.listen, told)
+            result = execute_with_others(job, out, rank, events.listen, told, destination)
             events.ended([result]) if result is not None else events.end(ok=True)
         except KeyboardInterrupt as error:
             signum = error.signum if isinstance(error, Stopped) else Stopped().signum

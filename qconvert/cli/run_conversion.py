@@ -204,7 +204,7 @@ def _write(planned: Planned, chooser: Explained | None, chosen_in: float, flags:
     if rank is None:
         (result,) = executed([(job, out)], flags, planned.destination)
     else:
-        result = carried_out(job, out, rank, flags)
+        result = carried_out(job, out, rank, flags, planned.destination)
     if result is None:  # another process has named the output, and tells of it
         return
     seconds = chosen_in + time.perf_counter() - started

@@ -69,16 +69,13 @@ def destination_of(flags: Flags, out: Path) -> Destination | None:
 
 def sent_before(job: Job, out: Path, destination: Destination | None, flags: Flags) -> Json | None:
     """What is at the destination, where an earlier run of the same command has sent it and kept nothing."""
-    begun = any(path.exists() for path in job.container.partial(out))
-    anew = flags.restart or (flags.overwrite and not flags.skips)
-    return None if destination is None or flags.keeps or anew or begun else _sent(job, out, destination)
-
-
-def _sent(job: Job, out: Path, destination: Destination) -> Json | None:
-    """What is at the destination of a job that was sent there."""
     from qconvert.convert.publish import sent_hash
     from qconvert.convert.writing import facts_of
 
+    begun = any(path.exists() for path in job.container.partial(out))
+    anew = flags.restart or (flags.overwrite and not flags.skips)
+    if destination is None or flags.keeps or anew or begun:
+        return None
     weights = [file.name for file in job.container.files(out) if file.specs]
     return destination.sent(sent_hash(facts_of(job, out, destination)), weights)
 
@@ -88,10 +85,9 @@ def tell_complete(job: Job, out: Path, destination: Destination | None, flags: F
     if destination is None:
         tell_skipped(job, out, flags, tell)
         return
-    from qconvert.convert.send_written import send_written
+    from qconvert.convert.send_written import send_where_lacking
 
-    before = _sent(job, out, destination)
-    sent = before or send_written(job, out, destination)
+    sent, before = send_where_lacking(job, out, destination)
     tell_skipped(job, out, flags, tell, sent)
     if flags.talks:
         click.echo(_told_there(sent) if before else _told_sent(sent), err=True)

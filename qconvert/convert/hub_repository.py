@@ -26,7 +26,8 @@ T = TypeVar("T")
 _TARGET = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[\w./-]+))?")
 _MAIN = "main"
 _STALE = (".safetensors", ".safetensors.index.json")  # what a loader would read beside, or instead of, ours
-_CHANGED = (409, 412)
+# What the Hub answers where somebody else has changed a branch meanwhile, or removed it.
+_CHANGED, _GONE = (409, 412), 404
 # In the description of the commit that makes an output visible: the hash of its job.
 _JOB = "qconvert job"
 
@@ -60,8 +61,7 @@ class HubRepository:
         self._repo, self._branch = repository_named(target)
         self._network, self._private = network, private
         self._job, self._staging, self._head = "", "", ""
-        self._overwrite = False
-        self._staged: dict[str, str] = {}
+        self._staged: dict[str, str] | None = None
         self._visible: dict[str, str] = {}
         self._texts: frozenset[str] = frozenset()
         self._stale: list[str] = []
@@ -90,7 +90,10 @@ class HubRepository:
     def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         self._job, self._staging = job, f"qconvert-{job[:12]}"
         self._create()
-        self._look(weights)
+        self._look()
+        folder = any(name.endswith(".safetensors") for name in weights)
+        names = [*self._visible, *self._texts]
+        self._stale = [n for n in names if folder and n.endswith(_STALE) and n not in weights]
         taken = [*self._stale, *(name for name in weights if name in self._visible)]
         if taken and not (overwrite or resumed or self.sent(job, weights)):
             raise OutputExists(
@@ -98,13 +101,25 @@ class HubRepository:
             )
         if not overwrite:
             self._stale = []
-        api = _api()
-        self._ask(
-            lambda: api.create_branch(self._repo, branch=self._staging, revision=self._branch, exist_ok=True)
-        )
-        self._staged, _ = self._files(self._staging)
+        try:
+            self._staged, _ = self._files(self._staging)
+        except NotTaken as refused:
+            if _status(refused) != _GONE:
+                raise
 
     def put(self, name: str, path: Path, sha256: str) -> str:
+        if sha256 in self._known(name):
+            return sha256
+        try:
+            self._send(name, path, sha256)
+        except NotTaken as refused:
+            # Another process of the same job may have made all of it visible, and removed the branch.
+            if _status(refused) != _GONE or not self._is_visible({name: sha256}):
+                raise
+        return sha256
+
+    def _send(self, name: str, path: Path, sha256: str) -> None:
+        """Send a file to the staging branch, to which other processes of the same job may send theirs."""
         from huggingface_hub import CommitOperationAdd
 
         def send() -> None:
@@ -115,14 +130,21 @@ class HubRepository:
             message = f"{name}, to be published with the others"
             _api().create_commit(self._repo, [added], commit_message=message, revision=self._staging)
 
-        if sha256 not in (self._staged.get(name), self._visible.get(name)):
-            self._ask(send)
+        if self._staged is None:
+            source = {"branch": self._staging, "revision": self._branch}
+            self._ask(lambda: _api().create_branch(self._repo, **source, exist_ok=True))
+            self._staged, _ = self._files(self._staging)
+        if self._staged.get(name) != sha256:
+            self._ask(send, again=_CHANGED)
             self._staged[name] = sha256
             self._count += path.stat().st_size
-        return sha256
+
+    def _known(self, name: str) -> tuple[str | None, ...]:
+        """The SHA-256 of a file where it is staged, and where it is visible."""
+        return (self._staged or {}).get(name), self._visible.get(name)
 
     def holds(self, name: str, size: int, receipt: str) -> bool:
-        return receipt in (self._staged.get(name), self._visible.get(name))
+        return receipt in self._known(name)
 
     def finish(self, receipts: Mapping[str, str], texts: Mapping[str, bytes | Path]) -> Json:
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
@@ -151,12 +173,16 @@ class HubRepository:
         try:
             oid = self._ask(commit)
         except NotTaken as refused:
-            if not self._is_done(receipts, refused):
+            # It was made by ourselves, and the answer was lost on the way; or by another process of the job.
+            if _status(refused) not in (*_CHANGED, _GONE) or not self._is_visible(receipts):
                 raise
             oid = self._head
+        self.clear()
+        return self._told(oid)
+
+    def clear(self) -> None:
         with suppress(NotTaken):  # it is in nobody's way
             self._ask(lambda: _api().delete_branch(self._repo, branch=self._staging))
-        return self._told(oid)
 
     def _told(self, oid: str) -> Json:
         """What is there by a commit, and how much of it this run has sent."""
@@ -167,15 +193,9 @@ class HubRepository:
         """Whether a text of the repository stays: the card of one that GGUF files are added to."""
         return name == "README.md" and name in self._texts and all(n.endswith(".gguf") for n in receipts)
 
-    def _is_done(self, receipts: Mapping[str, str], refused: NotTaken) -> bool:
-        """Whether a commit that was refused because the branch has changed was made by ourselves before.
-
-        Its answer may have been lost on the way.
-        """
-        cause: Any = refused.__cause__
-        if getattr(getattr(cause, "response", None), "status_code", None) not in _CHANGED:
-            return False
-        self._look(receipts)
+    def _is_visible(self, receipts: Mapping[str, str]) -> bool:
+        """Whether the branch that was asked for has these files now."""
+        self._look()
         return all(self._visible.get(name) == digest for name, digest in receipts.items())
 
     def _create(self) -> None:
@@ -190,13 +210,10 @@ class HubRepository:
         if self._branch != _MAIN and not self._branch.startswith("refs/"):
             self._ask(lambda: api.create_branch(self._repo, branch=self._branch, exist_ok=True))
 
-    def _look(self, weights: Collection[str]) -> None:
-        """Look at what the branch holds: its head, its large files, and those that a model would leave."""
+    def _look(self) -> None:
+        """Look at what the branch holds: its head, its large files, and the names of all others."""
         self._head = str(self._ask(lambda: _api().repo_info(self._repo, revision=self._branch)).sha)
         self._visible, self._texts = self._files(self._branch)
-        folder = any(name.endswith(".safetensors") for name in weights)
-        names = [*self._visible, *self._texts]
-        self._stale = [n for n in names if folder and n.endswith(_STALE) and n not in weights]
 
     def _files(self, revision: str) -> tuple[dict[str, str], frozenset[str]]:
         """The SHA-256 of the large files of a revision, by name; the names of all others."""
@@ -205,8 +222,11 @@ class HubRepository:
         large = {each.path: str(each.lfs.sha256) for each in files if each.lfs}
         return large, frozenset(each.path for each in files if not each.lfs)
 
-    def _ask(self, request: Callable[[], T]) -> T:
-        """One request to the Hub, again where a later one may succeed; NotTaken says what it answers."""
+    def _ask(self, request: Callable[[], T], again: Collection[int] = ()) -> T:
+        """One request to the Hub, again where a later one may succeed; NotTaken says what it answers.
+
+        It is made `again` after answers with these numbers, too.
+        """
         host = urlsplit(_api().endpoint).netloc
         attempts = Attempts(self._network, f"{host}: {self._repo}")
         while True:
@@ -218,7 +238,8 @@ class HubRepository:
                 if not isinstance(cause, network_error() | OSError | RuntimeError | ValueError):
                     raise
                 fact, hint = refusal(cause)
-                if not (isinstance(cause, network_error() | OSError) and may_pass(cause)):
+                passes = isinstance(cause, network_error() | OSError) and may_pass(cause)
+                if not (passes or _status_of(cause) in again):
                     raise NotTaken(f"{self._repo}: {fact}", hint) from cause
                 try:
                     wait_after(attempts, host, cause)
@@ -230,6 +251,15 @@ def _api() -> Any:
     from huggingface_hub import HfApi
 
     return HfApi(library_name="qconvert", library_version=__version__)
+
+
+def _status(refused: NotTaken) -> int | None:
+    """The number of the answer that a refusal is told of."""
+    return _status_of(refused.__cause__)
+
+
+def _status_of(cause: Any) -> int | None:
+    return getattr(getattr(cause, "response", None), "status_code", None)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -67,6 +67,10 @@ class Destination(Protocol):
         """Make the weights visible, and what belongs beside them; says what is there, as plain data."""
         ...
 
+    def clear(self) -> None:
+        """Remove what is not visible of an output that is; of several processes, others may have, too."""
+        ...
+
 
 @dataclass(slots=True)
 class _Sent:

@@ -3,6 +3,9 @@
 plan + world  ->  files in the order of this process  ->  blocks of their units  ->  verified file + receipt
 receipts of all, in the order of the plan  ->  the outcome of one process  ->  what lies beside  ->  the name
 
+With a destination, a receipt says that the file is there, too: each process sends its own before it names
+their receipts, and makes all visible before it gives the output its name. So what has its name was sent.
+
 Whoever finds all receipts finishes the output, and any number may try at once: a file is moved, or found
 where it belongs; the other files are the same from every process; and the output gets its name by one rename.
 """
@@ -20,13 +23,13 @@ from zlib import crc32
 
 from qconvert.convert.execute import run_job, with_all_scales
 from qconvert.convert.existing import is_written
-from qconvert.convert.identity import identity
 from qconvert.convert.job import Job, Result
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
-from qconvert.convert.publish import job_hash
+from qconvert.convert.publish import Destination, job_hash, sent_hash
 from qconvert.convert.resume import RunJournal, from_record, to_record
 from qconvert.convert.run_memory import block_bytes_of
-from qconvert.convert.writing import Listener
+from qconvert.convert.send_written import send_where_lacking
+from qconvert.convert.writing import Listener, facts_of
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.protocols import ArrayRows
 from qconvert.core.ranks import Rank, order
@@ -56,20 +59,27 @@ def execute_with_others(
     rank: Rank,
     listen: Listener = lambda done: None,
     done: Done = lambda done, total: None,
+    destination: Destination | None = None,
 ) -> Result | None:
     """Write the output of a job to `out`, as one of several processes; the result if this one named it.
 
     None means that another one has, and that the output is there. `listen` gets every block that any process
     has made, `done` every file. Raises what `execute` raises, and BadRecipe for a job that is
     not divided. What is overwritten keeps its name until the output is finished; an output of this very job
-    is left, since it may be that of processes that were faster.
+    is left, since it may be that of processes that were faster. With a `destination`, it goes there, too.
     """
     refuse_undivided(job)
     job = with_all_scales(job, out)
     options = {"verify": job.options.verify, "hash_sources": job.options.hash_sources}
-    facts = {**identity(job, job.container.files(out)), "options": options}
+    facts = {**facts_of(job, out, destination), "options": options}
     if _is_there(job, out, facts):
+        if destination is not None:
+            send_where_lacking(job, out, destination)
         return None
+    if destination is not None:
+        weights = [file.name for file in job.container.files(out) if file.specs]
+        name = sent_hash(facts_of(job, out, destination))
+        destination.begin(name, weights, overwrite=job.options.overwrite, resumed=False)
     settings = {"block_bytes": block_bytes_of(job), "replaces": _taken(job, out)}
     try:
         folder = SharedFolder(shared_folder(out), facts, settings)
@@ -78,7 +88,7 @@ def execute_with_others(
             raise
         return None  # it was finished, and the folder removed, at this very moment
     try:
-        return _Shared(job, out, folder, listen, done).carried_out(rank)
+        return _Shared(job, out, folder, listen, done, destination).carried_out(rank)
     finally:
         folder.close()
 
@@ -135,8 +145,16 @@ def _taken(job: Job, out: Path) -> dict[str, int]:
 class _Shared:
     """A job as one of its processes carries it out."""
 
-    def __init__(self, job: Job, out: Path, folder: SharedFolder, listen: Listener, done: Done) -> None:
-        self._job, self._out, self._folder = job, out, folder
+    def __init__(
+        self,
+        job: Job,
+        out: Path,
+        folder: SharedFolder,
+        listen: Listener,
+        done: Done,
+        destination: Destination | None,
+    ) -> None:
+        self._job, self._out, self._folder, self._destination = job, out, folder, destination
         self._files = {file.name: file for file in job.container.files(out)}
         self._listen, self._told = listen, done
         self._units = _units_of(job, self._files)
@@ -145,6 +163,7 @@ class _Shared:
         self._replaces: Mapping[str, int] = folder.settings.get("replaces", {})
         self._outcome = Outcome()
         self._sha256: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
         self._tensors: dict[str, str] = {}
 
     def carried_out(self, rank: Rank) -> Result | None:
@@ -153,6 +172,8 @@ class _Shared:
             self._folder.work(order(costs, rank), self._make, self._hear, self._is_published)
             return self._finished()
         except Published:
+            if self._destination is not None:
+                self._destination.clear()
             is_written(self._job, self._out)  # OutputExists, where the name was taken by something else
             self._folder.remove()
             return None
@@ -165,7 +186,7 @@ class _Shared:
         return _first(self._job, self._out)
 
     def _make(self, name: str) -> Sequence[Record]:
-        """Write one file into this process's folder, and verify it; its blocks and hashes as records."""
+        """Write one file into this process's folder, verify and send it; its blocks and hashes as records."""
         job, file, units = self._job, self._files[name], self._units[name]
         names = {unit.output.name for unit in units}
         journal = _OfOneFile(names, self._folder.settings["block_bytes"])
@@ -191,20 +212,25 @@ class _Shared:
             if job.options.verify:
                 check = job.container.check_header
                 hashes = verify_files(self._folder.own, [file], outcome.written, job.options.jobs, check)
+            sent: list[str] = []
+            if self._destination is not None and file.specs:
+                sent = [self._destination.put(name, self._folder.own / name, hashes.files[name])]
         except BaseException:
             sink.abort()
             raise
-        return [*records, ["v", hashes.files.get(name), dict(hashes.tensors)]]
+        return [*records, ["v", hashes.files.get(name), dict(hashes.tensors), *sent]]
 
     def _hear(self, name: str, own: bool) -> None:
         """Take in the receipt of a file."""
-        *blocks, (_, sha256, tensors) = self._folder.receipts[name].records
+        *blocks, (_, sha256, tensors, *sent) = self._folder.receipts[name].records
         if not own:
             for record in blocks:
                 self._take(from_record(self._by_name[record[1]], record))
         if sha256 is not None:
             self._sha256[name] = sha256
         self._tensors.update(tensors)
+        if sent:
+            (self._sent[name],) = sent
         self._told(len(self._folder.receipts), len(self._files))
 
     def _take(self, done: BlockDone) -> None:
@@ -229,8 +255,10 @@ class _Shared:
             _move_into(beside, target)
             if job.options.overwrite:
                 mark(self._marked(target), folder.job)
+            sent = self._published(target) if job.compiled.is_gguf else {}
             named = [self._placed(name, target) for name in reversed(self._files)][-1]
             if not job.compiled.is_gguf:
+                sent = self._published(target)
                 old = self._replaces.get(self._out.name)
                 named = _renamed(target, self._out, old, int(folder.own.name, 16))
                 clear_replaced(self._out, old)
@@ -242,7 +270,13 @@ class _Shared:
         if not named:
             is_written(job, self._out)  # OutputExists, where the name was taken by something else
         folder.remove()
-        return Result(self._first, record, self._outcome, hashes) if named else None
+        return Result(self._first, record, self._outcome, hashes, sent) if named else None
+
+    def _published(self, folder: Path) -> Json:
+        """Make visible what was sent, with the texts, which are in the folder of one that is placed there."""
+        if self._destination is None:
+            return {}
+        return self._destination.finish(self._sent, self._job.container.texts(folder, self._first))
 
     def _marked(self, target: Path) -> Path:
         """What will have the name of the output: the folder, or the file that is the first part."""

@@ -13,6 +13,13 @@ from qconvert.errors import OutputExists
 from qconvert.formats.io.read_back import file_sha256
 
 
+def send_where_lacking(job: Job, out: Path, destination: Destination) -> tuple[Json, bool]:
+    """`send_written`, unless the destination has the output already; and whether it had."""
+    weights = [file.name for file in job.container.files(out) if file.specs]
+    before = destination.sent(sent_hash(facts_of(job, out, destination)), weights)
+    return before or send_written(job, out, destination), before is not None
+
+
 def send_written(job: Job, out: Path, destination: Destination) -> Json:
     """Send an output that `existing.is_written` has found at `out`; what is there then, as plain data.
 
