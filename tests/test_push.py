@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from qconvert.checkpoint import network
+from qconvert.convert.hub_repository import sending_bytes
 from tests.commands import Ran, files_of, made, qconvert
 from tests.crashes import asked, forked
 from tests.crashes import running as running_command
@@ -449,6 +453,28 @@ def test_through_xet_where_it_is_installed(hub: FakeHub, here: Path, monkeypatch
     assert sorted(hub.repos["org/new"].keys() - {".gitattributes"}) == sorted(files_of(here / "out"))
     weights = sum(len(b) for n, b in files_of(here / "out").items() if n.endswith(".safetensors"))
     assert sum(path.stat().st_size for path in hub.chunks.rglob("*") if path.is_file()) > 0.5 * weights
+
+
+def test_what_sends_is_within_the_memory_that_was_asked_for(
+    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In less than 1 GB by plain HTTP, though xet is there; what does not fit is refused with a number."""
+    pytest.importorskip("hf_xet")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    assert [sending_bytes(memory) for memory in (None, 10**9, 10**9 - 1)] == [4e8, 4e8, 24e6]
+    ran = qconvert(*PUSH, "--max-memory", "900MB")
+    assert ran.code == 0 and "Xet" not in ran.err, ran.err
+    assert len(uploads(hub)) == len([name for name in pushed(hub) if name.endswith(".safetensors")])
+    assert pushed(hub) == files_of(here / "out")
+    call = [sys.executable, "-m", "qconvert", *map(str, QUANTIZE), "-o", "b", "--max-memory", "70MB"]
+    least = [
+        subprocess.run([*call, *to], check=False, capture_output=True, text=True).stderr
+        for to in ((), ("--push-to", "org/b"))
+    ]
+    alone, sent = (int(re.findall(r"needs at least ([\d,]+) MB", err)[0].replace(",", "")) for err in least)
+    assert "this conversion, with what sends it, needs" in least[1] and 10 <= sent - alone <= 40
 
 
 def test_options_that_do_not_go_together(hub: FakeHub, here: Path) -> None:

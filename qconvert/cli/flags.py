@@ -90,7 +90,17 @@ class Flags:
             process_memory=self.max_memory,
             drop=self.drop_pushed or (self.to_store and not self.reads_back),
             keep=self.keeps,
+            sending=self._sending_bytes,
         )
+
+    @property
+    def _sending_bytes(self) -> int:
+        """What sending to the Hub takes of the memory of the process."""
+        if self.push_to is None:
+            return 0
+        from qconvert.convert.hub_repository import sending_bytes
+
+        return sending_bytes(self.max_memory)
 
     @property
     def to_store(self) -> bool:

@@ -59,7 +59,7 @@ def destination_of(flags: Flags, out: Path) -> Destination | None:
     if flags.push_to is not None:
         from qconvert.convert.hub_repository import HubRepository
 
-        return HubRepository(flags.push_to, network, private=flags.private)
+        return HubRepository(flags.push_to, network, private=flags.private, memory=flags.max_memory)
     if url is not None:
         from qconvert.convert.bucket import Bucket
 

@@ -14,8 +14,6 @@ import click
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from qconvert.calibrate.sensitivity import Sensitivity
     from qconvert.calibrate.text import CalibrationText
     from qconvert.cli.flags import Flags
@@ -281,7 +279,7 @@ class Aiming:
         scratch = scratch_folder(flags.out or Path("output"))
         names = [name_of(source)]
 
-        def measure(jobs: Sequence[Job]) -> list[np.ndarray]:
+        def measure(jobs: Sequence[Job]) -> Any:
             with stage_to(flags.events, "measure", names, "window") as lines:
                 return planned_divergences(jobs, text.tokens_BT, scratch=scratch, progress=lines.tell)
 

@@ -29,6 +29,7 @@ def fit(
 ) -> Calibration:
     """The calibration with what it must save to keep within the run's memory; BadRecipe where it cannot."""
     limit = memory_limit(options.process_memory)
+    limit = replace(limit, process=limit.process + options.sending)
     savings, _ = fitted(_work(checkpoint, calibration, request, options), limit)
     return replace(calibration, savings=savings)
 

@@ -28,7 +28,8 @@ class RunOptions:
     needs, if the machine has it); `shard_size` is the largest weight file in bytes (None: one
     file); `verify` re-reads what was written before it gets its name; `restart` throws away what an earlier
     run left unfinished, with which a run otherwise goes on. Where an output goes elsewhere, `drop` gives up
-    the disk space of each file once it is there, and `keep` False leaves nothing under the output's own name.
+    the disk space of each file once it is there, and `keep` False leaves nothing under the output's own name;
+    of the memory that was asked for, sending takes `sending` bytes.
     """
 
     jobs: int = 1
@@ -41,6 +42,7 @@ class RunOptions:
     process_memory: int | None = None
     drop: bool = False
     keep: bool = True
+    sending: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ def require_memory(jobs: Sequence[Job]) -> None:
     rows = max(_least_rows(job, sys.maxsize) for job in jobs)
     read_back = first.options.jobs * WINDOW if first.options.verify else 0
     limit = MemoryLimit(first.options.max_memory, resident() + kernels)
-    limit.check(sum(map(_kept, jobs)) + max(rows, read_back), "this conversion")
+    doing = "this conversion, with what sends it," if first.options.sending else "this conversion"
+    limit.check(sum(map(_kept, jobs)) + max(rows, read_back), doing)
 
 
 def _is_held(job: Job) -> bool:
@@ -98,7 +99,8 @@ def _largest_block(job: Job, limit: int) -> int:
 
 
 def _kept(job: Job) -> int:
-    """What is kept of all arrays until the output is finished."""
+    """What is kept of all arrays until the output is finished, and what sending it takes."""
     files = job.container.files(Path("output"))
     header = max(file.size - file.specs.nbytes for file in files) if job.compiled.is_gguf else 0
-    return sum(len(file.specs) for file in files) * _ARRAY_BYTES + header * _HEADER_BYTES
+    arrays = sum(len(file.specs) for file in files) * _ARRAY_BYTES
+    return arrays + header * _HEADER_BYTES + job.options.sending
