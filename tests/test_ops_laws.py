@@ -18,6 +18,7 @@ from qconvert.ops import (
     CastIntegers,
     ChangeNumbers,
     CheckFinite,
+    CutRows,
     Dequantize,
     EncodeBlocks,
     EncodeTable,
@@ -138,6 +139,13 @@ def test_a_cast_calls_itself_exact_just_where_it_can_be_undone(source: Unquantiz
     assert isinstance(value, DenseRows)
     back, _ = Cast(source.dtype).apply(Cast(dtype).apply(value)[0])
     assert same(back, value) == (Cast(dtype).certificate(source) == "exact")
+
+
+def test_rows_are_cut_one_after_another() -> None:
+    whole = DenseRows(np.arange(24, dtype=np.float32).reshape(2, 12), DType.F32)
+    cut, _ = CutRows(3).apply(whole)
+    assert isinstance(cut, DenseRows) and cut.rows_RI.shape == (6, 4) and CutRows(3).granule == 3
+    np.testing.assert_array_equal(cut.rows_RI.ravel(), np.arange(24))
 
 
 def test_integers_go_into_32_bits_and_back() -> None:

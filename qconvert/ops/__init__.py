@@ -4,6 +4,7 @@ from qconvert.ops.base import Certificate, Finding, Op, Order, OutputError
 from qconvert.ops.encode import EncodeBlocks, EncodeTable, NestScales, Quantize
 from qconvert.ops.numbers import Cast, CastIntegers, ChangeNumbers, CheckFinite, Dequantize, Scale
 from qconvert.ops.rows import (
+    CutRows,
     InterleaveHalves,
     InterleaveMembers,
     PadColumns,
@@ -21,6 +22,7 @@ __all__ = [
     "Certificate",
     "ChangeNumbers",
     "CheckFinite",
+    "CutRows",
     "Dequantize",
     "EncodeBlocks",
     "EncodeTable",

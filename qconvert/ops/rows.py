@@ -158,6 +158,21 @@ class TransposeBlocks(Op):
         return DenseRows(transposed(value.rows_RI, self.rows), value.dtype), CLEAN
 
 
+@dataclass(frozen=True, slots=True)
+class CutRows(Op):
+    """Cut every row into `pieces` rows, one after another."""
+
+    pieces: int
+
+    @property
+    def granule(self) -> int:
+        return self.pieces
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        assert isinstance(value, DenseRows)
+        return DenseRows(value.rows_RI.reshape(value.rows * self.pieces, -1), value.dtype), CLEAN
+
+
 def op_of(transform: RowTransform, width: int) -> Op:
     """The operation of a row transform on rows of `width` numbers."""
     match transform.change:

@@ -186,7 +186,8 @@ def gemma4_sizes(config: Json, layer: int) -> Dimensions:
         "intermediate": positive_int(config, "intermediate_size"),
         "positions": positive_int(config, "position_embedding_size"),
         "two": 2,
-        "patch": 3 * patch * patch,
+        "patch": patch,
+        "points": 3 * patch * patch,
         "standard": dims["hidden"] if standard else 0,
         "out": positive_int(config, TEXT_HIDDEN),
     }
@@ -198,7 +199,7 @@ GEMMA4_TOWER = tower(
         table("vision_tower.std_bias", "standard"),
         table("vision_tower.std_scale", "standard"),
         table("vision_tower.patch_embedder.position_embedding_table", "two", "positions", "hidden"),
-        c.linear("vision.patches", "vision_tower.patch_embedder.input_proj", "hidden", "patch"),
+        c.linear("vision.patches", "vision_tower.patch_embedder.input_proj", "hidden", "points"),
         *c.attention(
             GEMMA + "self_attn.", ("q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear")
         ),

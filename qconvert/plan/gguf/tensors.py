@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from qconvert.core.dtypes import width_of
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.row_transforms import RowTransform
 from qconvert.errors import BadRecipe
@@ -16,7 +17,7 @@ from qconvert.models.gguf.declaration import Facts
 from qconvert.models.gguf.families import facts_of
 from qconvert.models.gguf.tensors import Record, records
 from qconvert.models.statistics_keys import input_keys
-from qconvert.ops import Dequantize, op_of
+from qconvert.ops import CutRows, Dequantize, op_of
 from qconvert.plan.passes.fuse import cut_where
 from qconvert.plan.plan import Plan, Unit, rows_within
 from qconvert.plan.state import Compiled
@@ -63,8 +64,12 @@ def _made(record: Record, members: Mapping[str, Unit], facts: Facts, measured: b
     keys = input_keys(parameters) if measured else ()
     rows = sum(piece.rows for piece in inputs)
     made = Unit(inputs, units[0].ops, ModelTensor(record.name, (rows, record.width), encoding), keys)
+    width = record.width
     if record.step is not None:
         made = _changed(made, record.step)
+        width = record.step.rows if record.step.change == "transpose" else width
+    if width != width_of(record.shape):
+        made = made.then(CutRows(width // width_of(record.shape)))
     return made._replace(output=replace(made.output, shape=record.shape))
 
 

@@ -24,12 +24,13 @@ _COLOURS = 3
 
 def _numbers(facts: Facts, key: str) -> tuple[float, ...]:
     found = facts.settings[PREPROCESSOR].get(key)
-    if not isinstance(found, list) or len(found) != _COLOURS or not all(map(positive_number, found)):
+    numbers = found if isinstance(found, list) else []
+    if len(numbers) != _COLOURS or not all(number == 0 or positive_number(number) for number in numbers):
         raise CorruptCheckpoint(
             f"preprocessor_config.json: {key} is not a list of {_COLOURS} numbers",
             "copy the model's preprocessor_config.json into the folder",
         )
-    return tuple(map(float, found))
+    return tuple(map(float, numbers))
 
 
 def encoder(image_size: Callable[[Facts], int], heads: str, *, width: str = "intermediate") -> Keys:
