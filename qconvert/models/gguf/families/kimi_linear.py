@@ -6,7 +6,7 @@ Its graph is younger than others (llama.cpp 86a283532 has it). Sources: the conv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from qconvert.core.config_json import positive_int, whole_numbers
 from qconvert.core.dtypes import Json
@@ -14,7 +14,7 @@ from qconvert.core.ggml_types import KV
 from qconvert.models.families.kimi_linear import linear_attention
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, implying, read_by
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, NoGraph, Written, implying, read_by
 from qconvert.models.gguf.families.deepseek import DEEPSEEK_V3, GATING, latent_heads
 from qconvert.models.gguf.families.llama import SILU
 from qconvert.models.gguf.metadata import Metadata
@@ -161,4 +161,8 @@ KIMI_LINEAR = GGUFModel(
     ),
 )
 
-MODELS = {"kimi_linear": KIMI_LINEAR}
+_K3 = (
+    "llama.cpp's graph reads the product of each residual's norm and row, which is not computed here; "
+    "its convert_hf_to_gguf.py writes it"
+)
+MODELS: Mapping[str, GGUFModel | NoGraph] = {"kimi_linear": KIMI_LINEAR, "kimi_k3": NoGraph(_K3)}
