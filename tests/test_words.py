@@ -1,9 +1,11 @@
-"""What is printed is plain English: no phrase of the list below is in a string or a help page."""
+"""What is printed, and said of the code, is plain English: no phrase of the lists below is in it."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,3 +99,57 @@ def test_no_help_page_has_one() -> None:
         plain = " ".join(page.split())
         found = [phrase for phrase in INSTEAD if re.search(phrase, plain)]
         assert not found, f"{found} in {plain[:80]}"
+
+
+IN_CODE = {
+    r"\bwish(es|ed)?\b": "request",
+    r"\banew\b(?!`)": "again",
+    r"\bspeaks? of\b": "records, names",
+    r"\b(nobody|whoever)\b": "the caller, no process",
+    r"\bmakes? up for\b": "compensate",
+    r"\btaken for\b(?! other)": "assumed to be",
+    r"\bhears? of\b|\bheard of\b": "is called with, is reported",
+    r"\bby turns\b": "alternating",
+    r"\bfor nothing\b": "in vain, at price 0",
+    r"^(Says|Tells|Knows|Lets|Lays|Asks)\b": "a verb of what the module does",
+}
+
+
+def remarks(path: Path) -> Iterator[str]:
+    """The docstrings and comments of a module."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_no_docstring_or_comment_has_the_old_dialect() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: write {instead!r} in {text!r}"
+        for path in SOURCES
+        for text in remarks(path)
+        for phrase, instead in IN_CODE.items()
+        if re.search(phrase, text)
+    ]
+    assert not found, "\n".join(found)
+
+
+PAGES = sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "clients.md")  # of clients' own errors
+
+
+def prose(page: Path) -> Iterator[str]:
+    """The lines of a page but for tables and blocks of code."""
+    in_block = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        in_block ^= line.lstrip().startswith("```")
+        if not in_block and not line.lstrip().startswith("|"):
+            yield line
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_lines_of_prose_are_no_longer_than_an_editor(page: Path) -> None:
+    assert [line for line in prose(page) if len(line) > 120] == []

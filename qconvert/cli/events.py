@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from qconvert.core.dtypes import Json
     from qconvert.core.ranks import Rank
 
-# Seconds between two lines on progress: where something is heard of the work, and where nothing is.
+# Seconds between two lines on progress: of work that reports, and of work that does not.
 EVERY, SILENT = 2.0, 10.0
 
 
@@ -82,7 +82,7 @@ class RunLines:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Says how far the work is where nothing is heard of it, and that it is over if it ends in error."""
+        """Records progress of work that reports nothing for a while, and the end if it fails."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -192,7 +192,7 @@ class StageLines(RunLines):
         )
 
     def _left(self) -> float | None:
-        """The seconds that are left, at the pace since the work was first heard of."""
+        """The seconds that are left, at the pace since the first report of the work."""
         if self._first is None or self._total is None:
             return None
         at, before = self._first

@@ -46,7 +46,7 @@ def repository_named(target: str) -> tuple[str, str]:
 
 
 def require_token(target: str) -> None:
-    """Raise NotTaken where nobody is logged in: the Hub takes nothing from strangers."""
+    """Raise NotTaken without a token: the Hub accepts no anonymous upload."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -57,7 +57,7 @@ def require_token(target: str) -> None:
 
 
 def sending_bytes(memory: int | None) -> int:
-    """The memory that sending takes in a process that may take so much; None if nobody asked."""
+    """The memory that sending takes in a process limited to so much; None without a limit."""
     return _BY_XET if _sends_by_xet(memory) else _BY_HTTP
 
 
@@ -72,7 +72,7 @@ class HubRepository:
     """`org/name`, or `org/name@branch`, as the `Destination` of an output.
 
     A repository that is not there is created, `private` if asked for. `network` has the patience; the process
-    may take so much `memory` (None: nobody asked).
+    may take so much `memory` (None: no limit).
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class HubRepository:
         return self._told(oid)
 
     def clear(self) -> None:
-        with suppress(NotTaken):  # it is in nobody's way
+        with suppress(NotTaken):  # it does no harm
             self._ask(lambda: _api().delete_branch(self._repo, branch=self._staging))
 
     def _told(self, oid: str) -> Json:

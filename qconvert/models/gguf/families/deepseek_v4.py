@@ -117,7 +117,7 @@ _STREAMS: tuple[Keys, ...] = (
 
 
 def _stops(facts: Facts) -> str | None:
-    """Says where llama.cpp divides by zero: in the rotation of a cache that holds no layer."""
+    """Why llama.cpp divides by zero for a model, in the rotation of a cache without layers; else None."""
     indexed = any(dims["compressed_rate"] == _CHOSEN for dims in facts.dimensions)
     head, index = facts.size("head_dim"), facts.size("index_head_dim")
     if indexed and head != index:
