@@ -6,6 +6,11 @@ PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
+CRASH_TESTS := $(addprefix tests/,\
+	convert/test_crash.py convert/test_crash_calibrated.py convert/test_crash_states.py \
+	convert/test_failing_disk.py convert/test_ranks.py convert/test_push.py convert/test_push_ranks.py \
+	checkpoint/test_http_ranges.py checkpoint/test_hub_streaming.py)
+
 .PHONY: demo test crash fuzz clients lint clean
 
 demo: $(PACKAGE)
@@ -16,7 +21,7 @@ test: $(INSTALLED) lint
 
 # Kills conversions at every call that changes a file; the tests try some of them.
 crash: $(INSTALLED)
-	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py tests/test_crash_states.py tests/test_failing_disk.py tests/test_ranks.py tests/test_push.py tests/test_http_ranges.py tests/test_hub_streaming.py
+	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 $(CRASH_TESTS)
 
 # Reads a million changed files; the tests read some thousand.
 fuzz: $(INSTALLED)

@@ -28,7 +28,7 @@ from evals.bench import GB, MICRO, TERA, Bench, load, markdown
 def checks(bench: Bench) -> None:
     """Run the tests that are marked `gpu`; on a CPU, in triton's interpreter."""
     root = Path(__file__).resolve().parents[1]
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_cuda_on_device.py"]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/runtime/test_cuda_on_device.py"]
     ran = subprocess.run(tests, cwd=root, capture_output=True, text=True, check=False)
     outcome = ran.stdout.strip().rpartition("\n")[2]
     good = ran.returncode == 0 and "passed" in outcome

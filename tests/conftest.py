@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.commands import made, of_any_size
-from tests.models import tiny
+from tests.support.commands import made, of_any_size
+from tests.support.models import tiny
 
 # The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.gguf_models import imatrix_dat, qwen2_tokenizer
-from tests.models import Arrays, byte_tokenizer, tiny, tiny_arrays, tiny_config, write_file
 from tests.pairs import SOURCES as PAIRS
 from tests.pairs import gpt_oss
+from tests.support.gguf_models import imatrix_dat, qwen2_tokenizer
+from tests.support.models import Arrays, byte_tokenizer, tiny, tiny_arrays, tiny_config, write_file
 
 Config = dict[str, Any]
 
@@ -256,7 +256,7 @@ def _act_order_mlp(folder: Path) -> Path:
     """GPTQ whose down projections alone are in activation order, which the rows before them take over."""
     from safetensors.numpy import load_file, save_file
 
-    from tests.commands import made
+    from tests.support.commands import made
 
     model = tiny(folder / "m", "qwen2", dtype="f16", num_hidden_layers=1)
     out = made("convert", model, "--to", "gptq", "--scheme", "int4-g32", "-o", folder / "gptq")

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.commands import Ran, qconvert
 from tests.golden_models import SOURCES, zoo
+from tests.support.commands import Ran, qconvert
 
 WRITING = (
     "quantize", "fuse-qkv", "fuse", "unfuse", "tie", "untie", "dequantize", "convert", "to-gguf", "from-gguf",

@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 from qconvert.core.layout_traits import LayoutTraits  # noqa: E402
 from qconvert.core.schemes import Scheme  # noqa: E402
 from qconvert.formats.layouts import registry  # noqa: E402
-from tests.commands import made, qconvert  # noqa: E402
-from tests.foreign import Weight, weights  # noqa: E402
-from tests.models import byte_tokenizer, tiny, write_file  # noqa: E402
+from tests.support.commands import made, qconvert  # noqa: E402
+from tests.support.foreign import Weight, weights  # noqa: E402
+from tests.support.models import byte_tokenizer, tiny, write_file  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "layouts.md"
 START, END = "<!-- pairs -->\n", "\n<!-- end of pairs -->"

@@ -1,7 +1,7 @@
 """Reports how loaders treat an output: facts that a user needs before the work starts.
 
-Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/test_compressed_tensors.py); vLLM
-0.33 (`model_executor/models`) and SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.
+Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/layouts/test_compressed_tensors.py);
+vLLM 0.33 (`model_executor/models`) and SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.
 """
 
 from __future__ import annotations

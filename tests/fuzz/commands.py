@@ -12,12 +12,12 @@ from pathlib import Path
 
 from qconvert.core.ggml_types import GGMLType
 from qconvert.formats.layouts import registry
-from tests.commands import made, qconvert
-from tests.foreign_layouts import FOLDER
-from tests.gguf_models import write_gguf
-from tests.hostile_files import sound_gguf
-from tests.models import tiny
+from tests.layouts.foreign_layouts import FOLDER
 from tests.pairs import gpt_oss
+from tests.support.commands import made, qconvert
+from tests.support.gguf_models import write_gguf
+from tests.support.hostile_files import sound_gguf
+from tests.support.models import tiny
 
 # What a terminal would obey.
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")

@@ -20,13 +20,13 @@ from qconvert.formats.tokenizers.to_gguf import read_tokenizer
 from qconvert.formats.tokenizers.tokenized_text import open_tokenizer
 from qconvert.models import Architecture
 from qconvert.plan.recipe import load_recipe
-from tests.commands import made
 from tests.fuzz.commands import drive_folder, drive_gguf, drive_part, folders, ggufs
 from tests.fuzz.mutations import changed_bytes, changed_json, changed_value
-from tests.gguf_models import imatrix_dat
-from tests.models import tiny
-from tests.test_deepseek_v4 import published
-from tests.test_gguf_kimi import as_published, kimi
+from tests.gguf.test_gguf_kimi import as_published, kimi
+from tests.models.test_deepseek_v4 import published
+from tests.support.commands import made
+from tests.support.gguf_models import imatrix_dat
+from tests.support.models import tiny
 
 Change = Callable[[bytes, random.Random], bytes]
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
