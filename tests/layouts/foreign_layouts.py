@@ -2,8 +2,8 @@
 
 `python -m tests.layouts.foreign_layouts [NAME...]` writes them into tests/layouts/by_others; each needs its
 tool: auto-round 0.16, hqq 0.2, torchao 0.18, amd-quark 0.13 or transformers 5.23. A folder is a Qwen3 with
-one layer of 64 columns, and golden.json: the SHA-256 of every quantized weight as that tool dequantizes it, in
-the type that it does it in.
+one layer of 64 columns, and golden.json: the SHA-256 of every quantized weight as that tool dequantizes it,
+in the tool's own type.
 """
 
 from __future__ import annotations
