@@ -333,9 +333,6 @@ class _BlocksOfOthers(Collection[tuple[str, int]]):
     def __contains__(self, block: object) -> bool:
         return isinstance(block, tuple) and block[0] not in self.names
 
-    def __bool__(self) -> bool:
-        return True
-
     def __iter__(self) -> Iterator[tuple[str, int]]:
         raise TypeError("blocks of others are not counted")
 

@@ -159,7 +159,7 @@ def ready_blocks(
     blocks = [
         block
         for block in _cut_all(plan.units, layout, limit, granule)
-        if not there or (block.unit.output.name, block.start) not in there
+        if (block.unit.output.name, block.start) not in there
     ]
     if order:
         blocks.sort(key=order)
