@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from evals.processes import options
-from evals.reading_shares import matmul_share, reading_shares
 from evals.synthetic import converted, make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
@@ -97,6 +96,8 @@ def prefill(tokens: int, **measured: Any) -> None:
     bfloat16 and its own loss; llama.cpp stops at the logits. A second table says what ours spends its
     processor time on.
     """
+
+    from evals.reading_shares import reading_shares  # the decoder, only once the command is chosen
 
     text = [i % 1000 for i in range(tokens)]
 
@@ -297,6 +298,8 @@ def _print_shares(parts: dict[str, dict[str, float]]) -> None:
     """Percents of the processor time of a reading, by kind."""
     if not parts:
         return
+    from evals.reading_shares import matmul_share
+
     kinds = sorted({kind for shares in parts.values() for kind in shares})
     cells = [
         [

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """While very many objects without cycles are made: nothing looks for cycles among them, then or later."""
+    """While very many objects without cycles are made, nothing looks for cycles among them."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -65,7 +65,8 @@ def test_a_run_is_told_from_its_start_to_its_end(here: Path) -> None:
     assert file["sha256"] == record["files"][0]["sha256"]
     assert end["ok"] and end["seconds_by_stage"] == found["seconds_by_stage"]
     assert sum(found["seconds_by_stage"].values()) <= found["seconds"] + 0.01
-    assert 20e6 < found["peak_memory"] == end["peak_memory"]
+    assert end["peak_memory"] > 20e6  # asked of the system twice, so that the later one may be larger
+    assert found["peak_memory"] == pytest.approx(end["peak_memory"], rel=0.01)
 
 
 def test_runs_are_appended_and_one_that_fails_says_why(models: Path, here: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from qconvert.convert.run_together import joined
 from qconvert.core.protocols import Reader
+from qconvert.formats.huggingface.folder import HFCheckpoint
 from qconvert.formats.io import planned_files
 from qconvert.ops.encode import EncodeBlocks
 from tests.support.commands import failed, files_of, made, qconvert
@@ -68,11 +69,15 @@ def test_rows_are_read_once_and_equal_units_are_made_once(
 ) -> None:
     read: Counter[tuple[str, int]] = Counter()
     made_of: Counter[str] = Counter()
-    encode, rows_of = EncodeBlocks.apply, Reader.read
+    encode, rows_of, whole_of = EncodeBlocks.apply, Reader.read, HFCheckpoint.read_stacked
 
     def reading(self: Reader, tensor: Any, start: int, stop: int) -> Any:
         read.update((tensor.name, row) for row in range(start, stop))
         return rows_of(self, tensor, start, stop)
+
+    def reading_whole(self: HFCheckpoint, kinds: Any) -> Any:
+        read.update((name, row) for names in kinds for name in names for row in range(self.specs[name].rows))
+        return whole_of(self, kinds)
 
     def encoding(self: EncodeBlocks, value: Any, *given: Any) -> Any:
         made_of[self.encoding.label] += value.arrays[0].size
@@ -80,6 +85,7 @@ def test_rows_are_read_once_and_equal_units_are_made_once(
 
     made("to-gguf", "embedded", "--type", "q6_k", "-o", "warm.gguf")  # what warms kernels applies them, too
     monkeypatch.setattr(Reader, "read", reading)
+    monkeypatch.setattr(HFCheckpoint, "read_stacked", reading_whole)
     made("to-gguf", "embedded", "--type", "q6_k", "-o", "one.gguf")
     alone = dict(read)
     assert set(alone.values()) == {1}

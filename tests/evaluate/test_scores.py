@@ -173,7 +173,7 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     options = ("eval", "perplexity", folder, *text, "-o", tmp_path / "r")
 
     @contextmanager
-    def bar(unit: str, *, talks: bool) -> Iterator[Progress]:
+    def bar(unit: str, *, talks: bool, also: Progress) -> Iterator[Progress]:
         yield stop_after(1)
 
     with monkeypatch.context() as patch:
