@@ -5,6 +5,7 @@ What is imported before the first signals are received is little: `typing` alone
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,9 @@ def main() -> None:
     _receive_by(_leave)
     from qconvert.cli import main as run
 
+    # Plans are hundreds of thousands of objects without cycles: looking for some took a quarter of the time.
+    # For a process of one command alone: in others, cycles may hold open files.
+    gc.set_threshold(200_000, 50, 100)
     try:
         run()
     finally:

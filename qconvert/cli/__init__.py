@@ -6,7 +6,6 @@ Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong 
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 from collections.abc import Mapping
@@ -124,6 +123,4 @@ def main(args: list[str] | None = None, **extra: Any) -> None:
     # `calibrate.input_sums` asks for more threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Plans are hundreds of thousands of objects without cycles: looking for some took a quarter of the time.
-    gc.set_threshold(200_000, 50, 100)
     report_errors(cli, args, **extra)
