@@ -115,7 +115,7 @@ def test_threads_change_no_bit(use_threads: None) -> None:
 
 @pytest.mark.parametrize("choice", processor.instruction_sets()[:2])
 def test_instruction_sets_change_no_bit(choice: str) -> None:
-    assert digest_with(choice, "test_row_passes") == digest()
+    assert digest_with(choice, "runtime.test_row_passes") == digest()
 
 
 @pytest.mark.parametrize("widens", [True, False])
