@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self._fds: list[int] = []
+        weakref.finalize(self, _close_all, self._fds)
         self.paths: tuple[Path, ...] = (path,)
         self._where: dict[str, tuple[int, int]] = {}
         self.tensors: dict[str, GGUFTensor] = {}
@@ -103,14 +105,18 @@ class GGUFFile:
         return self._where[name]
 
     def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+        _close_all(self._fds)
 
     def __enter__(self) -> GGUFFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def part_paths(path: Path, count: int) -> tuple[Path, ...]:

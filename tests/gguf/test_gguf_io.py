@@ -234,6 +234,19 @@ def test_a_split_checkpoint_reads_as_one(tmp_path: Path) -> None:
             assert file.read("output_norm.weight", 2, 5).shape == (3, 1)
 
 
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_parts_that_nothing_refers_to_any_more_are_closed(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path)
+    before = open_files()
+    files = [GGUFFile(parts[0]) for _ in range(4)]
+    assert open_files() == before + 4 * len(parts)
+    del files
+    assert open_files() == before
+
+
 def test_a_missing_or_misplaced_part_is_named(tmp_path: Path) -> None:
     first, second = write_parts(tmp_path)
     raw = second.read_bytes()
