@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.collecting import without_collecting
 from qconvert.cli.exit_codes import one_of, tell_with_errors
 from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
 from qconvert.cli.printing import terminal_columns
@@ -90,9 +89,8 @@ def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata:
     from qconvert.checkpoint.open import open_checkpoint
 
     resolved = resolve(model, revision=revision, weights=False)
-    with without_collecting():
-        checkpoint = without_weights(resolved.path) if resolved.repo_id is None else None
-        checkpoint = checkpoint or open_checkpoint(resolved.path, remote=resolved.remote, undecoded=True)
+    checkpoint = without_weights(resolved.path) if resolved.repo_id is None else None
+    checkpoint = checkpoint or open_checkpoint(resolved.path, remote=resolved.remote, undecoded=True)
     keys = {"metadata": _plain(metadata(checkpoint))} if show_metadata else {}
     return {**describe(checkpoint, list_tensors=list_tensors), **keys}
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import click
 
-from qconvert.cli.collecting import without_collecting
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_download, tell_source
@@ -113,15 +112,14 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
 
     request = ask(source) if callable(ask) else ask
     calibration = flags.calibration(source, aims=isinstance(ask, Explained))
-    with without_collecting():
-        job = prepare(
-            source,
-            request,
-            flags.options,
-            statistics=flags.statistics,
-            calibration=calibration,
-            pre_tokenizer=flags.pre_tokenizer,
-        )
+    job = prepare(
+        source,
+        request,
+        flags.options,
+        statistics=flags.statistics,
+        calibration=calibration,
+        pre_tokenizer=flags.pre_tokenizer,
+    )
     out = out_of(job, suffix, flags)
     require_own_name(out, flags.taken)
     destination = destination_of(flags, out)
@@ -148,8 +146,7 @@ def write(
     from qconvert.cli.conversion_report import report_of
 
     chooser = ask if isinstance(ask, Explained) else None
-    with without_collecting():
-        source = open_source(model, ask, flags)
+    source = open_source(model, ask, flags)
     started = time.perf_counter()
     planned = plan_output(source, ask, suffix, flags)
     chosen_in = time.perf_counter() - started if chooser else 0.0

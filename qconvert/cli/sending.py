@@ -69,15 +69,13 @@ def destination_of(flags: Flags, out: Path) -> Destination | None:
 
 def sent_before(job: Job, out: Path, destination: Destination | None, flags: Flags) -> Json | None:
     """What is at the destination, where an earlier run of the same command has sent it and kept nothing."""
-    from qconvert.convert.publish import sent_hash
-    from qconvert.convert.writing import facts_of
+    from qconvert.convert.send_written import already_sent
 
     begun = any(path.exists() for path in job.container.partial(out))
     anew = flags.restart or (flags.overwrite and not flags.skips)
     if destination is None or flags.keeps or anew or begun:
         return None
-    weights = [file.name for file in job.container.files(out) if file.specs]
-    return destination.sent(sent_hash(facts_of(job, out, destination)), weights)
+    return already_sent(job, out, destination)
 
 
 def tell_complete(job: Job, out: Path, destination: Destination | None, flags: Flags, tell: Tell) -> None:

@@ -95,6 +95,11 @@ def sent_hash(facts: Json) -> str:
     return job_hash({name: fact for name, fact in facts.items() if name != "dropped"})
 
 
+def weight_names(job: Job, out: Path) -> list[str]:
+    """The names of the files of an output that hold weights, which a destination gets first."""
+    return [file.name for file in job.container.files(out) if file.specs]
+
+
 class Publication:
     """The files of one output on their way, sent by a thread of its own, one after another."""
 
@@ -245,10 +250,8 @@ def publishing(
     if destination is None:
         yield None
         return
-    weights = [file.name for file in job.container.files(out) if file.specs]
-    destination.begin(
-        sent_hash(journal.job), weights, overwrite=job.options.overwrite, resumed=journal.resumed
-    )
+    name, weights = sent_hash(journal.job), weight_names(job, out)
+    destination.begin(name, weights, overwrite=job.options.overwrite, resumed=journal.resumed)
     publication = Publication(destination, job, out, output, journal, outcome)
     try:
         yield publication

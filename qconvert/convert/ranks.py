@@ -25,7 +25,7 @@ from qconvert.convert.execute import run_job, with_all_scales
 from qconvert.convert.existing import is_written
 from qconvert.convert.job import Job, Result
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
-from qconvert.convert.publish import Destination, job_hash, sent_hash
+from qconvert.convert.publish import Destination, job_hash, sent_hash, weight_names
 from qconvert.convert.resume import RunJournal, from_record, to_record
 from qconvert.convert.run_memory import block_bytes_of
 from qconvert.convert.send_written import send_where_lacking
@@ -71,15 +71,15 @@ def execute_with_others(
     refuse_undivided(job)
     job = with_all_scales(job, out)
     options = {"verify": job.options.verify, "hash_sources": job.options.hash_sources}
-    facts = {**facts_of(job, out, destination), "options": options}
+    sent = facts_of(job, out, destination)
+    facts = {**sent, "options": options}
     if _is_there(job, out, facts):
         if destination is not None:
             send_where_lacking(job, out, destination)
         return None
     if destination is not None:
-        weights = [file.name for file in job.container.files(out) if file.specs]
-        name = sent_hash(facts_of(job, out, destination))
-        destination.begin(name, weights, overwrite=job.options.overwrite, resumed=False)
+        weights = weight_names(job, out)
+        destination.begin(sent_hash(sent), weights, overwrite=job.options.overwrite, resumed=False)
     settings = {"block_bytes": block_bytes_of(job), "replaces": _taken(job, out)}
     try:
         folder = SharedFolder(shared_folder(out), facts, settings)

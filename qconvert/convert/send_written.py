@@ -6,39 +6,45 @@ from pathlib import Path
 
 from qconvert.convert.existing import recorded_hashes
 from qconvert.convert.job import Job
-from qconvert.convert.publish import Destination, sent_hash
+from qconvert.convert.publish import Destination, sent_hash, weight_names
 from qconvert.convert.writing import facts_of
 from qconvert.core.dtypes import Json
 from qconvert.errors import OutputExists
 from qconvert.formats.io.read_back import file_sha256
 
 
+def already_sent(job: Job, out: Path, destination: Destination) -> Json | None:
+    """What the destination has of this very job, as plain data; None unless it has all of it."""
+    return destination.sent(*_known_as(job, out, destination))
+
+
 def send_where_lacking(job: Job, out: Path, destination: Destination) -> tuple[Json, bool]:
-    """`send_written`, unless the destination has the output already; and whether it had."""
-    weights = [file.name for file in job.container.files(out) if file.specs]
-    before = destination.sent(sent_hash(facts_of(job, out, destination)), weights)
-    return before or send_written(job, out, destination), before is not None
+    """Send an output that `existing.is_written` has found at `out`, unless the destination has it already.
 
-
-def send_written(job: Job, out: Path, destination: Destination) -> Json:
-    """Send an output that `existing.is_written` has found at `out`; what is there then, as plain data.
-
-    Every weight file is read first: OutputExists where it has not the hash that its manifest records, or
-    where the destination has another model.
+    Returns what is there then, as plain data, and whether it was before. Every weight file is read first:
+    OutputExists where it has not the hash that its manifest records, or where the destination has another
+    model.
     """
-    weights = [file.name for file in job.container.files(out) if file.specs]
+    name, weights = _known_as(job, out, destination)
+    before = destination.sent(name, weights)
+    if before is not None:
+        return before, True
     path = out.with_name(weights[0]) if job.compiled.is_gguf else out
     folder = path.parent if job.compiled.is_gguf else path
     recorded = recorded_hashes(job, out)
-    job_name = sent_hash(facts_of(job, out, destination))
-    destination.begin(job_name, weights, overwrite=job.options.overwrite, resumed=False)
+    destination.begin(name, weights, overwrite=job.options.overwrite, resumed=False)
     receipts: dict[str, str] = {}
-    for name in weights:
-        digest = file_sha256(folder / name)
-        if recorded.get(name, digest) != digest:
+    for weight in weights:
+        digest = file_sha256(folder / weight)
+        if recorded.get(weight, digest) != digest:
             raise OutputExists(
-                f"{folder / name}: is not what was recorded of it, and was not sent",
+                f"{folder / weight}: is not what was recorded of it, and was not sent",
                 "leave out --skip-existing and give --overwrite, to write it again",
             )
-        receipts[name] = destination.put(name, folder / name, digest)
-    return destination.finish(receipts, job.container.texts(folder, path))
+        receipts[weight] = destination.put(weight, folder / weight, digest)
+    return destination.finish(receipts, job.container.texts(folder, path)), False
+
+
+def _known_as(job: Job, out: Path, destination: Destination) -> tuple[str, list[str]]:
+    """The hash by which the destination knows a job, and the names of its weight files."""
+    return sent_hash(facts_of(job, out, destination)), weight_names(job, out)
