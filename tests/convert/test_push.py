@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -21,13 +20,19 @@ from qconvert.convert.hub_repository import sending_bytes
 from tests.support.commands import Ran, files_of, made, qconvert
 from tests.support.crashes import asked, forked
 from tests.support.crashes import running as running_command
-from tests.support.fake_hub import FakeHub, known, running, sha256
+from tests.support.fake_hub import FakeHub, sha256
 from tests.support.models import tiny
-
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000, "num_hidden_layers": 2}
-QUANTIZE = ("quantize", "m", "--bits", 4, "--group-size", 32, "--min-max", "-j", 2, "--shard-size", "150KB")
-PUSH = (*QUANTIZE, "-o", "out", "--push-to", "org/new")
-TOKEN = "hf_verysecrettokenverysecret"
+from tests.support.pushing import (
+    DROPS,
+    PUSH,
+    QUANTIZE,
+    SIZES,
+    TOKEN,
+    answering,
+    pushed,
+    uploads,
+    writable_hub,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub that can be written, without xet; the model is `m` in the current folder."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(network.random, "uniform", lambda a, b: 0.0)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    """A hub that can be written; the model is `m` in the current folder."""
     (here / "m").symlink_to(folder)
-    with running() as fake, known(fake, here / "cache"):
+    with writable_hub(here / "cache", monkeypatch) as fake:
         yield fake
-
-
-def pushed(hub: FakeHub, repo: str = "org/new", branch: str = "main") -> dict[str, bytes]:
-    """The files that are visible, but for those of the Hub itself."""
-    found = hub.repos[repo] if branch == "main" else hub.written.branches[repo, branch]
-    return {name: blob for name, blob in sorted(found.items()) if name != ".gitattributes"}
-
-
-def uploads(hub: FakeHub) -> list[str]:
-    return [asked.path for asked in hub.log if asked.method == "PUT" and asked.status == 200]
 
 
 def test_a_model_becomes_visible_by_one_commit(hub: FakeHub, here: Path) -> None:
@@ -153,9 +143,6 @@ def kill(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[]
     return killed
 
 
-DROPS = pytest.mark.parametrize("drop", [(), ("--drop-pushed",)], ids=["kept", "dropped"])
-
-
 def none_or_all(hub: FakeHub, reference: dict[str, bytes]) -> bool:
     """Whether no weight file is visible, or all are."""
     visible = {name for name in hub.repos.get("org/new", {}) if name.endswith(".safetensors")}
@@ -239,89 +226,6 @@ def test_what_was_sent_and_dropped_is_known_to_be_there(hub: FakeHub, here: Path
     assert ran.code == 1 and "org/new: holds model" in ran.err, ran.err
     assert qconvert(*dropping, "--overwrite").code == 0
     assert pushed(hub) == before
-
-
-def counted(hub: FakeHub) -> tuple[int, int]:
-    """How many files were uploaded so far, and how many commits main has."""
-    return len(uploads(hub)), sum(ref == "main" for _, ref, _ in hub.written.commits)
-
-
-def test_what_is_here_and_there_is_skipped(hub: FakeHub, here: Path) -> None:
-    skipping = (*PUSH, "--skip-existing")
-    commit = qconvert(*skipping, "--json").json["sent"]["commit"]
-    before, done, local = pushed(hub), counted(hub), files_of(here / "out")
-    said = f"org/new: already complete, by commit {commit}; nothing was sent\n"
-    for option in ("--skip-existing", "--verify-existing"):
-        ran = qconvert(*PUSH, option, "--events", "e.jsonl")
-        assert (ran.code, ran.err) == (0, f"out: already complete, skipped\n{said}"), ran.err
-    assert [json.loads(line)["path"] for line in (here / "e.jsonl").read_text().splitlines()] == ["out"] * 2
-    told = qconvert(*skipping, "--overwrite", "--json").json
-    assert told["skipped"] and (told["out"], told["sent"]["commit"]) == ("out", commit)
-    assert told["sha256"].items() >= {
-        (name, sha256(blob)) for name, blob in local.items() if name.endswith(".safetensors")
-    }
-    assert (pushed(hub), counted(hub), files_of(here / "out")) == (before, done, local)
-    ran = qconvert(*[8 if word == 4 else word for word in skipping])
-    assert ran.code == 1 and "out: already exists, and is not what this command writes" in ran.err
-
-
-def test_what_is_here_alone_is_sent_and_not_made_again(hub: FakeHub, here: Path) -> None:
-    made(*QUANTIZE, "-o", "out")
-    local, skipping = files_of(here / "out"), (*PUSH, "--skip-existing")
-    times = {path: path.stat().st_mtime_ns for path in (here / "out").iterdir()}
-    told = qconvert(*skipping, "--json").json
-    assert told["skipped"] and told["sent"]["bytes"] == sum(
-        len(blob) for name, blob in local.items() if name.endswith(".safetensors")
-    )
-    assert pushed(hub) == local and not hub.written.branches and counted(hub)[1] == 1
-    assert "nothing was sent" in qconvert(*skipping).err
-    assert times == {path: path.stat().st_mtime_ns for path in (here / "out").iterdir()}
-    hub.repos.clear()
-    hub.written.forget()
-    shard = here / "out" / min(name for name in local if name.endswith(".safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
-    ran = qconvert(*skipping)
-    assert ran.code == 1 and f"{shard.name}: is not what was recorded of it" in ran.err, ran.err
-    assert not any(name.endswith(".safetensors") for name in pushed(hub))
-
-
-@DROPS
-def test_what_is_there_alone_is_not_sent_again(hub: FakeHub, here: Path, drop: tuple[str, ...]) -> None:
-    """Dropped here, there is nothing to make; else it is made, and what is there is known as one's own."""
-    skipping = (*PUSH, "--skip-existing")
-    assert qconvert(*skipping).code == 0
-    before, done, local = pushed(hub), counted(hub), files_of(here / "out")
-    shutil.rmtree(here / "out")
-    ran = qconvert(*skipping, *drop, "--events", "e.jsonl")
-    assert ran.code == 0, ran.err
-    assert (pushed(hub), counted(hub)) == (before, done)
-    if drop:
-        assert "already complete" in ran.err and not list(here.glob("out*"))
-        assert json.loads((here / "e.jsonl").read_text())["path"] == f"{hub.url}/org/new"
-    else:
-        assert files_of(here / "out") == local
-
-
-def test_a_gguf_is_skipped_here_and_there(hub: FakeHub, here: Path) -> None:
-    command = ("to-gguf", "m", "--type", "q8_0", "--split-max-size", "300KB", "-o", "m-q8_0.gguf")
-    pushing = (*command, "--push-to", "org/new", "--skip-existing")
-    made(*command)
-    assert "now at" in qconvert(*pushing).err
-    assert "nothing was sent" in qconvert(*pushing).err
-    remote = pushed(hub)
-    assert remote.pop("README.md").startswith(b"---\n")
-    assert remote == {path.name: path.read_bytes() for path in here.glob("*.gguf")}
-
-
-def test_a_dry_run_that_skips_asks_nothing(hub: FakeHub, here: Path) -> None:
-    made(*QUANTIZE, "-o", "out")
-    ran = qconvert(*PUSH, "--skip-existing", "--dry-run")
-    assert ran.code == 0 and "nothing was written" in ran.err and not hub.log
-
-
-def answering(status: int, message: str = "", headers: dict[str, str] | None = None) -> Any:
-    body = json.dumps({"error": message}).encode()
-    return status, {"Content-Type": "application/json", **(headers or {})}, body
 
 
 REFUSALS = [

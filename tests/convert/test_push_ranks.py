@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from qconvert.checkpoint import network
-from tests.convert.test_push import TOKEN, answering, pushed, uploads
 from tests.support.commands import files_of, made, qconvert
 from tests.support.crashes import KILLED, MOMENTS, asked, calls_of, ended, forked, killed, running, started
-from tests.support.fake_hub import FakeHub, known
-from tests.support.fake_hub import running as running_hub
+from tests.support.fake_hub import FakeHub
+from tests.support.pushing import answering, pushed, uploads, writable_hub
 from tests.support.rank_jobs import impatient, rank, same, with_whole
 
 BOTH = ("shards", "parts")
@@ -28,15 +26,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub that can be written, in the folder of the model, where nobody waits for long."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(network.random, "uniform", lambda a, b: 0.0)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    """A hub that can be written, in the folder of the model; no process waits for long."""
     patient = impatient(root, monkeypatch)
     next(patient)
-    with running_hub() as fake, known(fake, root / "cache"):
+    with writable_hub(root / "cache", monkeypatch) as fake:
         yield fake
     next(patient, None)
 
