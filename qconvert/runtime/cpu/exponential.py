@@ -1,14 +1,26 @@
-"""Computes e to the power of sixteen float32 at once, by additions and multiplications."""
+"""Computes e to the power of sixteen float32 at once, and the highest of many, taken off them before."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from qconvert.quant.simd.lanes import rounded_even, splat, where
+from qconvert.quant.simd.lanes import LANES, highest, rounded_even, splat, where
 from qconvert.quant.simd.products import fused
-from qconvert.runtime.cpu.simd import power_of_two, routine
+from qconvert.runtime.cpu.simd import floats, power_of_two, routine
 
 _F = np.float32
+MISSING = _F(-1e30)
+"""The number of what is not there: finite, so that differences of two are no NaN."""
+
+
+@routine
+def highest_of(x, count, least):  # type: ignore[no-untyped-def]
+    """The highest of `count` numbers, which fill lanes, and of `least`."""
+    most = splat(least)
+    for i in range(0, count, LANES):
+        value = floats(x + 4 * i)
+        most = where(most < value, value, most)
+    return highest(most)
 
 
 @routine

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.quant.simd.lanes import LANES, first, highest, kernel, splat, where
+from qconvert.quant.simd.lanes import LANES, first, kernel, splat
 from qconvert.quant.simd.products import fused
-from qconvert.runtime.cpu.exponential import exp
+from qconvert.runtime.cpu.exponential import MISSING, exp, highest_of
 from qconvert.runtime.cpu.simd import float_at, floats, put_float, routine, total
 from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.running_softmax import RunningSoftmax
@@ -23,8 +23,6 @@ from qconvert.runtime.running_softmax import RunningSoftmax
 _WORDS = 64 * LANES
 """Words of a row that are taken in together."""
 _F = np.float32
-_NONE = _F(-1e30)
-"""The logit of a word that is not there: finite, so that differences of two are no NaN."""
 
 
 @dataclass(slots=True)
@@ -114,18 +112,14 @@ def _fold_row(row, width, start, n, target_N, max_N, sum_N, top_N, found_N, rest
 def _copy_rest(row, count, rest):  # type: ignore[no-untyped-def]
     """The last words of a row, those after them missing."""
     for i in range(LANES):
-        put_float(rest + 4 * i, float_at(row + 4 * i) if i < count else _NONE)
+        put_float(rest + 4 * i, float_at(row + 4 * i) if i < count else MISSING)
 
 
 @routine
 def _fold_words(x, words, start, n, max_N, sum_N, top_N):  # type: ignore[no-untyped-def]
     """Take in a whole number of lanes of a row."""
-    most = splat(max_N[n])
-    for i in range(0, words, LANES):
-        value = floats(x + 4 * i)
-        most = where(most < value, value, most)
-    top = highest(most)
-    if top > max(max_N[n], _NONE):
+    top = highest_of(x, words, max_N[n])
+    if top > max(max_N[n], MISSING):
         for i in range(0, words, LANES):
             place = first(floats(x + 4 * i) == top)
             if place < LANES:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from qconvert.quant.simd.lanes import LANES, highest, kernel, splat, where
+from qconvert.quant.simd.lanes import LANES, kernel, splat
 from qconvert.quant.simd.products import fused
-from qconvert.runtime.cpu.exponential import exp
+from qconvert.runtime.cpu.exponential import MISSING, exp, highest_of
 from qconvert.runtime.cpu.kernels import multiply_rows
 from qconvert.runtime.cpu.simd import (
     float_at,
@@ -27,7 +27,6 @@ from qconvert.runtime.cpu.simd import (
 from qconvert.runtime.cpu.thread_barrier import wait_for_all
 
 _F = np.float32
-_NONE = _F(-1e30)
 """The score of a key that is not there."""
 
 
@@ -163,7 +162,7 @@ def _mix(model, own, keys, values, seen, out):  # type: ignore[no-untyped-def]
         put_float(scores + 4 * t, total(dot) * scale)
     count = (seen + LANES - 1) // LANES * LANES
     for t in range(seen, count):
-        put_float(scores + 4 * t, _NONE)
+        put_float(scores + 4 * t, MISSING)
     inverse = _softmax(scores, count)
     for i in range(0, width, LANES):
         mixed = splat(_F(0))
@@ -176,11 +175,7 @@ def _mix(model, own, keys, values, seen, out):  # type: ignore[no-untyped-def]
 @routine
 def _softmax(scores, count):  # type: ignore[no-untyped-def]
     """Scores become exponentials; returns one over their sum."""
-    top = splat(_NONE)
-    for i in range(0, count, LANES):
-        value = floats(scores + 4 * i)
-        top = where(top < value, value, top)
-    most, sum_ = splat(highest(top)), splat(_F(0))
+    most, sum_ = splat(highest_of(scores, count, MISSING)), splat(_F(0))
     for i in range(0, count, LANES):
         weight = exp(floats(scores + 4 * i) - most)
         store_f32(scores + 4 * i, weight)
