@@ -230,6 +230,8 @@ def _diverging(
         kl = float(measure([prepared(_request_of(request, mix, jobs))])[0].mean())
         tried[labels] = mix, kl
         most *= wanted / max(kl, wanted / 10)
+        if kl > wanted:  # never the same again: a mix that is expected to cost less
+            most = min(most, np.nextafter(mix.cost, 0))
         if _NEAR * wanted <= kl <= wanted or most < sum(min(o.cost for o in g.options) for g in groups):
             break
         mix = fewest_bytes(groups, most)
