@@ -116,7 +116,7 @@ def in_words() -> str:
     """The choice, for `qconvert env`: the processor, its sets, and how the kernels multiply."""
     _, name, _ = compiled_for()
     sets = ", ".join(instruction_sets()) or ("neon" if is_arm() else "none of " + ", ".join(_SETS))
-    integers = "vnni" if has("avx512vnni") else "16-bit pairs"
+    integers = "vnni" if has("avx512vnni") or has("avxvnni") else "16-bit pairs"
     floats = "bf16 pairs" if multiplies_bf16() else "float32"
     floats = "torch's AMX tiles" if multiplies_tiles() else floats
     asked = f"; {VARIABLE}={choose()}" if choose() else ""

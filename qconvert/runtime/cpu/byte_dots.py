@@ -28,6 +28,7 @@ from qconvert.quant.simd.lanes import (
     splat,
     spread,
 )
+from qconvert.runtime.cpu.byte_tiles import quad_sums
 from qconvert.runtime.cpu.coded_dots import BYTE_OF
 from qconvert.runtime.cpu.dots import named
 from qconvert.runtime.cpu.kernel_args import BF16, F16, F32, I8
@@ -58,7 +59,6 @@ from qconvert.runtime.cpu.simd import (
 from qconvert.runtime.cpu.simd import I8 as BYTE
 from qconvert.runtime.cpu.simd import I16 as SHORT
 from qconvert.runtime.cpu.simd import I32 as WORD
-from qconvert.runtime.cpu.tile_dots import quad_sums
 
 _HALF_RANGE = np.float32(127.5)
 _F = np.float32

@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 from qconvert.quant.simd.lanes import LANES, clamp, kernel, peak, rounded_even, splat
+from qconvert.runtime.cpu.byte_tiles import (
+    BYTE_ROWS,
+    TILE_ROWS,
+    byte_tile,
+    call_tile,
+    chain_of,
+    sums_to_take,
+)
 from qconvert.runtime.cpu.coded_dots import put_int6, put_lut, put_nibbles
 from qconvert.runtime.cpu.group_scales import mins_at, scales_at
 from qconvert.runtime.cpu.packed_weights import PackedGrid
@@ -33,16 +41,7 @@ from qconvert.runtime.cpu.simd import (
     total,
 )
 from qconvert.runtime.cpu.thread_barrier import ThreadTeam
-from qconvert.runtime.cpu.tile_dots import (
-    BYTE_ROWS,
-    BYTE_VECTORS,
-    PANEL,
-    byte_tile_16,
-    byte_tile_16_with_mins,
-    byte_tile_32,
-    byte_tile_32_with_mins,
-    sums_to_take,
-)
+from qconvert.runtime.cpu.tile_dots import PANEL
 from qconvert.runtime.cpu.tile_products import lay_panel
 
 _KINDS = ("int4", "table4", "int6", "int8")
@@ -57,12 +56,22 @@ def multiplies_bytes(rows: int, weight: PackedGrid) -> bool:
     kind = weight.recipe.kind
     if kind not in _KINDS or rows < BYTE_ROWS or weight.shape[0] < PANEL:
         return False
-    if kind != "table4":
-        return True
-    assert weight.table is not None
-    low_high = weight.table[: 4 * LANES].view(4, LANES)[::2].numpy()  # of sixteen int16
-    wholes = low_high.T.copy().view("<i2")
-    return bool((np.abs(wholes) <= 127).all())
+    return kind != "table4" or _reach(weight) <= 127
+
+
+def _reach(weight: PackedGrid) -> int:
+    """No code, less its zero, is larger than this."""
+    recipe = weight.recipe
+    if recipe.kind == "int8":
+        return 128
+    if recipe.kind == "table4":
+        assert weight.table is not None
+        low_high = weight.table[: 4 * LANES].view(4, LANES)[::2].numpy()  # of sixteen int16
+        return int(np.abs(low_high.T.copy().view("<i2")).max())
+    least = most = recipe.zero
+    if weight.zeros_OG is not None:
+        least, most = (int(zero) for zero in weight.zeros_OG.aminmax())
+    return max(most, (15 if recipe.kind == "int4" else 63) - least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +124,13 @@ def multiply_byte_rows(
     bias_O = torch.zeros(rows) if bias_O is None else bias_O.float().contiguous()
     args, team = weight.kernel_args(), ThreadTeam(torch.get_num_threads())
     kind, columns, addresses = _KINDS.index(weight.recipe.kind), _columns(weight), inputs.addresses
+    corrected = weight.mins is not None or (
+        weight.recipe.kind == "int8" and (weight.zeros_OG is not None or weight.recipe.zero != 0)
+    )
+    tile = byte_tile(columns, corrected, chain_of(_reach(weight), columns)).address
     team.run(
         lambda rank: _multiply(
-            args, kind, columns, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(), narrow,
+            args, kind, columns, tile, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(), narrow,
             rank, team.size,
         )
     )  # fmt: skip
@@ -160,7 +173,7 @@ def _two(x, narrow, at):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _multiply(linears, kind, columns, codes, steps, sums, tokens, bias, y, narrow, rank, size):  # type: ignore[no-untyped-def]
+def _multiply(linears, kind, columns, tile, codes, steps, sums, tokens, bias, y, narrow, rank, size):  # type: ignore[no-untyped-def]
     """This thread's panels of the product."""
     linear = linears[0]
     rows, width, group = linear.rows, linear.width, linear.group
@@ -169,39 +182,29 @@ def _multiply(linears, kind, columns, codes, steps, sums, tokens, bias, y, narro
     plain, panel = np.empty(PANEL * padded, np.uint8), np.empty(PANEL * padded, np.uint8)
     starts, scales = np.empty(groups * PANEL, np.int32), np.empty(groups * PANEL, np.float32)
     mins, own = np.zeros(groups * PANEL, np.float32), np.zeros((2, held), np.float32)
-    with_mins = linear.mins != 0 or (kind == _INT8 and (linear.zeros != 0 or linear.zero != 0))
     panels = (rows + PANEL - 1) // PANEL
     for p in range(panels * rank // size, panels * (rank + 1) // size):
         first = min(PANEL * p, rows - PANEL)
-        w, tile = plain.ctypes.data, panel.ctypes.data  # here: numba frees arrays that are not named again
+        w, laid = plain.ctypes.data, panel.ctypes.data  # here: numba frees arrays that are not named again
         for row in range(PANEL):
             _take_codes(linear, kind, first + row, padded, w + padded * row)
             _take_scales(linear, kind, first + row, row, columns, own, scales, mins)
-        lay_panel(w, padded, padded // 4, tile)
+        lay_panel(w, padded, padded // 4, laid)
         for g in range(groups):
-            sums_to_take(tile + PANEL * columns * g, columns // 4, starts.ctypes.data + _LINE * g)
+            sums_to_take(laid + PANEL * columns * g, columns // 4, starts.ctypes.data + _LINE * g)
         for i in range(0, tokens, BYTE_ROWS):
             token = min(i, tokens - BYTE_ROWS)
             of_x = codes + width * token
             of_step, of_sum = steps + 4 * groups * token, sums + 4 * groups * token
             size_y = 2 if narrow else 4
-            for v in range(0, PANEL // LANES, BYTE_VECTORS):
-                off = 4 * LANES * v
-                out = y + size_y * (rows * token + first + LANES * v)
-                args = (
-                    tile + off, starts.ctypes.data + off, scales.ctypes.data + off, mins.ctypes.data + off,
-                    bias + 4 * first + off, of_x, width, of_step, of_sum, 4 * groups, groups,
-                    out, size_y * rows, narrow,
+            for v in range(0, PANEL, TILE_ROWS):
+                off = 4 * v
+                out = y + size_y * (rows * token + first + v)
+                call_tile(
+                    tile, laid + off, starts.ctypes.data + off, scales.ctypes.data + off,
+                    mins.ctypes.data + off, bias + 4 * first + off, of_x, width, of_step, of_sum,
+                    4 * groups, groups, out, size_y * rows, narrow,
                 )  # fmt: skip
-                if columns == PART:
-                    if with_mins:
-                        byte_tile_32_with_mins(*args)
-                    else:
-                        byte_tile_32(*args)
-                elif with_mins:
-                    byte_tile_16_with_mins(*args)
-                else:
-                    byte_tile_16(*args)
 
 
 @routine

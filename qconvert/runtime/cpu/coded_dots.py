@@ -46,35 +46,45 @@ TABLE_BYTES, TABLE_NUMBERS = 64, 16
 
 
 def pair_sums(builder: Any, a: Any, b: Any) -> Any:
-    """Products of int16 numbers, neighbours added: sixteen int32."""
+    """Products of int16 numbers, neighbours added: half as many int32."""
+    count = a.type.count
     for feature, name, width in (
         ("avx512bw", "llvm.x86.avx512.pmaddw.d.512", 32),
         ("avx2", "llvm.x86.avx2.pmadd.wd", 16),
     ):
-        if processor.has(feature):
-            return _by_parts(builder, name, ir.VectorType(I32, width // 2), width, INTS, a, b)
+        if processor.has(feature) and width <= count:
+            return by_parts(builder, name, ir.VectorType(I32, width // 2), width, a, b)
+    whole = ir.VectorType(I32, count // 2)
     sums = [
-        builder.mul(*(builder.sext(picked(builder, x, range(odd, PART, 2)), INTS) for x in (a, b)))
+        builder.mul(*(builder.sext(picked(builder, x, range(odd, count, 2)), whole) for x in (a, b)))
         for odd in (0, 1)
     ]
     return builder.add(*sums)
 
 
 def small_pair_sums(builder: Any, a: Any, b: Any) -> Any:
-    """Products of unsigned bytes below 128 by signed ones, neighbours added: 32 int16. On AVX2."""
+    """Products of unsigned bytes by signed ones, neighbours added: half as many int16, which must hold them.
+
+    On AVX2.
+    """
     sixteen = ir.VectorType(I16, PART // 2)
-    return _by_parts(builder, "llvm.x86.avx2.pmadd.ub.sw", sixteen, PART, SHORTS, a, b)
+    return by_parts(builder, "llvm.x86.avx2.pmadd.ub.sw", sixteen, PART, a, b)
 
 
-def _by_parts(builder: Any, name: str, result: Any, width: int, whole: Any, *operands: Any) -> Any:
-    """The same by an instruction of the processor that LLVM does not find by itself, on `width` elements."""
+def by_parts(builder: Any, name: str, result: Any, width: int, *operands: Any) -> Any:
+    """Something by an instruction of the processor that LLVM does not find by itself, on `width` elements."""
     parts = [
         call_llvm(builder, name, result, *(picked(builder, x, range(at, at + width)) for x in operands))
         for at in range(0, operands[0].type.count, width)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return builder.shuffle_vector(*parts, _order(whole.count))
+    while len(parts) > 1:
+        parts = [joined(builder, *parts[at : at + 2]) for at in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def joined(builder: Any, first: Any, second: Any) -> Any:
+    """Two vectors as one."""
+    return builder.shuffle_vector(first, second, _order(2 * first.type.count))
 
 
 def _order(count: int) -> Any:
@@ -121,7 +131,7 @@ def _lut(builder: Any, table: Any, index: Any) -> Any:
     name = "llvm.x86.ssse3.pshuf.b.128" if processor.has("ssse3") else ""
     name = "llvm.aarch64.neon.tbl1.v16i8" if processor.is_arm() else name
     if name:
-        return _by_parts(builder, name, sixteen, LANES, BYTES, read(builder, table, BYTES), index)
+        return by_parts(builder, name, sixteen, LANES, read(builder, table, BYTES), index)
     found = ir.Constant(BYTES, ir.Undefined)
     for i in range(PART):
         place = ir.Constant(I32, i)

@@ -97,11 +97,13 @@ def picked(builder: Any, x: Any, places: Any) -> Any:
 
 
 def rounded_to_bf16(builder: Any, value: Any) -> Any:
-    """Lanes as sixteen bfloat16, rounded half to even, for code that emits instructions."""
-    bits = builder.bitcast(value, INTS)
-    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-    return builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
+    """A vector as bfloat16, rounded half to even, for code that emits instructions."""
+    count = value.type.count
+    ints = ir.VectorType(I32, count)
+    bits, sixteen = builder.bitcast(value, ints), constant(16, ints)
+    odd = builder.and_(builder.lshr(bits, sixteen), constant(1, ints))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF, ints)))
+    return builder.trunc(builder.lshr(rounded, sixteen), ir.VectorType(I16, count))
 
 
 def ask_ahead(builder: Any, address: Any, count: int) -> None:
