@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +9,11 @@ import torch
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows, DenseRows
-from qconvert.quant.simd.lanes import LANES, kernel
+from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime import storage
 from qconvert.runtime.cpu import packed_weights
 from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
 from qconvert.runtime.cpu.products import multiply_few
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam, wait_for_all
 from qconvert.runtime.device_layout import Layout, place_rows, place_weight
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.storage import Decodable, DenseWeight, multiply_decoded
@@ -200,28 +197,3 @@ def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
         assert torch.equal(multiply_few(x_NI, packed(value)), one_NO)
     finally:
         torch.set_num_threads(before)
-
-
-class Stop(Exception):
-    pass
-
-
-@kernel
-def wait(arrived, size):  # type: ignore[no-untyped-def]
-    wait_for_all(arrived, size)
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-def test_a_team_that_loses_a_thread_does_not_wait_for_it(broken: int) -> None:
-    team = ThreadTeam(2)
-
-    def work(rank: int) -> None:
-        if rank == broken:
-            raise Stop
-        wait(team.arrived.ctypes.data, team.size)
-
-    with pytest.raises(Stop):
-        team.run(work)
-    met = []
-    team.run(lambda rank: (wait(team.arrived.ctypes.data, team.size), met.append(threading.get_ident())))  # type: ignore[func-returns-value]
-    assert len(set(met)) == 2

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from qconvert.runtime.cpu.openmp_threads import call_in_openmp
 from qconvert.runtime.cpu.simd import add_and_fetch, fetch, rest, routine
 
 _RELEASED = 1 << 62
@@ -44,19 +45,24 @@ class ThreadTeam:
     def run(self, work: Callable[[int], None]) -> None:
         """Call `work(rank)` in every thread; an error in one sets the others free and is raised."""
         self.arrived[0] = 0
-        jobs = [_pool(self.size).submit(self._guarded, work, rank) for rank in range(1, self.size)]
-        try:
-            self._guarded(work, 0)
-        finally:
+        errors: list[BaseException] = []
+
+        def guarded(rank: int) -> None:
+            try:
+                work(rank)
+            except BaseException as error:
+                self.arrived[0] = _RELEASED
+                errors.append(error)
+
+        if self.size == 1:
+            guarded(0)
+        elif not call_in_openmp(self.size, guarded):
+            jobs = [_pool(self.size).submit(guarded, rank) for rank in range(1, self.size)]
+            guarded(0)
             for job in jobs:
                 job.result()
-
-    def _guarded(self, work: Callable[[int], None], rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException:
-            self.arrived[0] = _RELEASED
-            raise
+        if errors:
+            raise errors[0]
 
 
 @lru_cache(maxsize=1)
