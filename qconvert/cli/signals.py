@@ -1,7 +1,8 @@
 """Ends a command on SIGTERM and Ctrl-C: once so that what is done is kept, twice at once.
 
-The signal becomes an exception of the main thread, but not where Python would drop it: in the compiler it
-waits until the kernel is made, and out of a finalizer or a callback from C it is raised once more.
+The signal becomes an exception of the main thread, but not where it would be dropped or end the process: in
+the compiler it waits until the kernel is made, in an import until the module is there, and out of a finalizer
+or a callback from C it is raised once more.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ def exit_code() -> int:
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
+    if _importing(frame):
+        _thread.start_new_thread(_send_soon, (signum,))
+        return
     if _State.signum is not None:
         os._exit(128 + signum)
     _State.signum = signum
@@ -66,6 +70,13 @@ def _receive(signum: int, frame: FrameType | None) -> None:
         _State.waiting = True
     else:
         raise Stopped(signum)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: C++ of torch calls Python there, and aborts at what is raised."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _raise_waiting() -> None:
@@ -85,7 +96,7 @@ def _raise_again(dropped: Any) -> None:
 
 
 def _send_soon(signum: int) -> None:
-    """Send the process a signal when the finalizer that dropped the first is over."""
+    """Send the process a signal when what could not take the first may be over."""
     time.sleep(0.01)
     os.kill(os.getpid(), signum)
 

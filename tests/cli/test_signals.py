@@ -1,10 +1,12 @@
-"""Signals that come where Python would drop what their handler raises: in the compiler, in finalizers."""
+"""Signals that come where an exception would be dropped or do harm: in the compiler, imports, finalizers."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from numba import njit
@@ -51,6 +53,25 @@ def test_what_else_a_finalizer_raises_is_reported_as_ever(capsys: pytest.Capture
     with handled():
         Broken().__del__ = None  # type: ignore[method-assign, assignment]
     assert "not ours" in capsys.readouterr().err
+
+
+_SENDS_ITSELF_A_SIGNAL = """
+import signal, time
+signal.raise_signal(signal.SIGTERM)
+time.sleep(0.1)
+whole = True
+"""
+
+
+def test_a_signal_in_an_import_waits_until_the_module_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sends_itself_a_signal.py").write_text(_SENDS_ITSELF_A_SIGNAL)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Stopped) as stopped, handled():
+        module = import_module("sends_itself_a_signal")
+        _wait()
+    assert stopped.value.exit_code == 143 and module.whole
 
 
 def test_a_signal_in_the_compiler_waits_until_the_kernel_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
