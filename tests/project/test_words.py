@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -62,13 +63,21 @@ INSTEAD = {
 }
 
 
-def strings(path: Path) -> Iterator[str]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A module, parsed once for all phrases: parsing costs far more than a search."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def strings(path: Path) -> tuple[str, ...]:
     """The string constants of a module but its docstrings (help pages are read as they are printed)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield node.value
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return tuple(
+        node.value for node in constants if isinstance(node.value, str) and id(node) not in docstrings
+    )
 
 
 def help_pages(name: str, command: click.Command, parent: click.Context | None = None) -> Iterator[str]:
@@ -117,12 +126,10 @@ IN_CODE = {
 
 def remarks(path: Path) -> Iterator[str]:
     """The docstrings and comments of a module."""
-    source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 
