@@ -225,10 +225,10 @@ def _promise(config: Json) -> Promise:
     settings = checks.settings_of(config)
     _check_version(settings)
     symmetric = checks.claim(settings, "zero_point", bool, default=True) is False
-    kept = settings.get("modules_to_not_convert")
+    kept = checks.left_plain(settings.get("modules_to_not_convert"))
 
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
-        if kind != "linear" or checks.left_plain(tensor, kept):
+        if kind != "linear" or kept(tensor):
             return None
         size = checks.said_group(tensor, checks.claim(settings, "group_size", int, -1))
         return AffineInt(_BITS, size, symmetric, DType.F16)

@@ -337,6 +337,7 @@ def _promise(config: Json) -> Promise:
     """All linears that the settings do not skip; the head is skipped where they name none to skip."""
     settings, decoded = checks.settings_of(config), checks.dtype_of(config)
     skipped, table = settings.get("llm_int8_skip_modules"), settings.get("bnb_4bit_quant_type", "fp4")
+    kept = checks.left_plain(skipped)
     four = settings.get("load_in_4bit", settings.get("_load_in_4bit")) is True
     if four and table not in ("nf4", "fp4"):
         raise UnsupportedModel(
@@ -349,7 +350,7 @@ def _promise(config: Json) -> Promise:
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> Codebook | None:
         plain = kind == "head" and skipped is None
         fits = kind in ("linear", "head") and not plain and len(tensor.shape) == 2
-        return made if fits and not checks.left_plain(tensor, skipped) else None
+        return made if fits and not kept(tensor) else None
 
     return Promise(BitsAndBytes(), encoding)
 

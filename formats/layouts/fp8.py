@@ -189,10 +189,10 @@ def _promise(config: Json) -> Promise:
     """All linears of the layers that are not named as left plain; the head never (DeepSeek-V3, Qwen3)."""
     settings, decoded = checks.settings_of(config), checks.dtype_of(config)
     rows, columns = _block(settings)
-    kept = settings.get("modules_to_not_convert")
+    kept = checks.left_plain(settings.get("modules_to_not_convert"))
 
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> Codebook | None:
-        if kind != "linear" or checks.left_plain(tensor, kept):
+        if kind != "linear" or kept(tensor):
             return None
         if config.get("expert_dtype") == "fp4" and ".experts." in tensor.name:  # DeepSeek-V4
             return Codebook("e2m1", _MX, DType.F8_E8M0, decoded)

@@ -29,10 +29,11 @@ _ENCODINGS = {
 def promise(config: Json) -> Promise:
     """What `quant_algo` and `quantized_layers` say of linears and the head, but for those to `ignore`."""
     settings = checks.settings_of(config)
+    kept = checks.left_plain(settings.get("ignore"))
 
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> Codebook | None:
         named = names.algorithm(settings, checks.base_of(tensor))
-        if kind not in ("linear", "head") or checks.left_plain(tensor, settings.get("ignore")) or not named:
+        if kind not in ("linear", "head") or kept(tensor) or not named:
             return None
         if named not in _ENCODINGS:
             raise UnsupportedModel(
