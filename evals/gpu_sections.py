@@ -145,7 +145,7 @@ def decode(bench: Bench) -> None:
 
 
 def _decode(bench: Bench, model: str, recipe: Recipe) -> None:
-    tokens, contexts = (2, (0, 5)) if bench.dry else (TOKENS, CONTEXTS)
+    tokens, contexts, rounds = (2, (0, 5), 1) if bench.dry else (TOKENS, CONTEXTS, 1 + ROUNDS)
     decoder = make_decoder(config_of(model, tiny=bench.dry), recipe, Maker(bench.device))
     cache = decoder.cache(1, max(contexts) + tokens)
     cache.kv.normal_()
@@ -158,7 +158,7 @@ def _decode(bench: Bench, model: str, recipe: Recipe) -> None:
 
     launches = LAYER_LAUNCHES * decoder.config.layers + OTHER_LAUNCHES
     for context in contexts:
-        seconds = statistics.median([generate(context, seed) for seed in range(1 + ROUNDS)][1:])
+        seconds = statistics.median([generate(context, seed) for seed in range(rounds)][-ROUNDS:])
         nbytes = weight_bytes(decoder) + kv_bytes(decoder.config, context + tokens // 2)
         _add_decoding(bench, model, f"{OURS} {recipe.name}", context, seconds, nbytes, launches)
 
@@ -197,7 +197,8 @@ def _read(bench: Bench, model: str, recipe: Recipe) -> None:
         track = Track(EvalModel("random", decoder, 0, 0.0))
         run_lockstep([track], ids_N, places, compared=False)
 
-    seconds = min(bench.wall(read) for _ in range(3))  # the first compiles kernels and takes the memory
+    # The first compiles kernels and takes the memory.
+    seconds = min(bench.wall(read) for _ in range(1 if bench.dry else 3))
     _add_reading(bench, model, f"{OURS} {recipe.name}", seconds, len(ids_N), window)
 
 
@@ -225,6 +226,7 @@ def peers(bench: Bench) -> None:
 
 def _peer_model(bench: Bench, model: str, form: str) -> None:
     tokens, contexts, window = (2, (0, 5), 8) if bench.dry else (TOKENS // 2, CONTEXTS, WINDOW)
+    rounds = 1 if bench.dry else 4
     config = config_of(model, tiny=bench.dry)
     peer = PeerModel(config, max(contexts) + tokens, bench.device, nf4=form == "nf4")
     steps: dict[str, Callable[[], object]] = {"eager": peer.step}
@@ -241,11 +243,11 @@ def _peer_model(bench: Bench, model: str, form: str) -> None:
     for context in contexts:
         nbytes = peer.nbytes + kv_bytes(DecoderConfig.from_hf(config), context + tokens // 2)
         for way, step in steps.items():
-            seconds = statistics.median([generate(step, context) for _ in range(4)][1:])
+            seconds = statistics.median([generate(step, context) for _ in range(rounds)][-3:])
             _add_decoding(bench, model, f"transformers {form}, {way}", context, seconds, nbytes, 0)
     if form == "bf16":
         ids_BT = torch.randint(config["vocab_size"], (2, window), device=bench.device)
-        seconds = min(bench.wall(lambda: peer.read(ids_BT)) for _ in range(3))
+        seconds = min(bench.wall(lambda: peer.read(ids_BT)) for _ in range(min(rounds, 3)))
         _add_reading(bench, model, "transformers bf16", seconds, ids_BT.numel(), window)
 
 
