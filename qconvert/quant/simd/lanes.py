@@ -43,6 +43,14 @@ def _watch(cache: Any, function: Callable[..., Any]) -> None:
     stored._version = (stored._version, _sources(Path(function.__code__.co_filename).parent))
 
 
+def _find_by_name(cache: Any, function: Callable[..., Any]) -> None:
+    """Caches code under the name of a function alone, which says what its closure holds.
+
+    numba adds a hash of the pickled closure: of a routine there, which is another in every process.
+    """
+    cache._index_key = lambda signature, codegen: (signature, codegen.magic_tuple(), function.__qualname__)
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiles an entry point: releases the GIL, is cached on disk, divides by zero as C does."""
     compiled = partial(njit, nogil=True, error_model="numpy")
@@ -57,7 +65,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def entry(function: Callable[..., Any], signature: Any) -> Any:
-    """Compiles a function that kernels call by its `address`, as C does; cached as kernels are."""
+    """Compiles a function that kernels call by its `address`, as C does; cached by its name."""
     compiled: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {"error_model": "numpy"})  # type: ignore[no-untyped-call]
     try:
         compiled.enable_caching()
@@ -65,6 +73,7 @@ def entry(function: Callable[..., Any], signature: Any) -> Any:
         pass
     else:
         _watch(compiled._cache, function)
+        _find_by_name(compiled._cache, function)
     compiled.compile()
     return compiled
 
