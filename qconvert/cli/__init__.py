@@ -7,7 +7,6 @@ Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong 
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import click
 from qconvert.cli.exit_codes import report_errors
 from qconvert.cli.options import examples
 from qconvert.core.version import __version__
+from qconvert.core.waiting_threads import leave_cores_to_others
 from qconvert.errors import BadUsage
 
 # In the order of the help page, which is printed without importing any of them.
@@ -118,9 +118,5 @@ def _HELP(context: click.Context, command: tuple[str, ...]) -> None:
 
 def main(args: list[str] | None = None, **extra: Any) -> None:
     """The entry point of the console script."""
-    # Before torch and numpy are imported: their threads would spin between products, and take the cores from
-    # other work. numpy's products are small or made by many threads at once; where one is large and alone,
-    # `calibrate.input_sums` asks for more threads.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    leave_cores_to_others()
     report_errors(cli, args, **extra)

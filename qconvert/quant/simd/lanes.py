@@ -51,8 +51,11 @@ def _find_by_name(cache: Any, function: Callable[..., Any]) -> None:
     cache._index_key = lambda signature, codegen: (signature, codegen.magic_tuple(), function.__qualname__)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compiles an entry point: releases the GIL, is cached on disk, divides by zero as C does."""
+def kernel(function: Callable[..., Any], *, by_name: bool = False) -> Any:
+    """Compiles an entry point: releases the GIL, is cached on disk, divides by zero as C does.
+
+    With `by_name`, its name says what its closure holds.
+    """
     compiled = partial(njit, nogil=True, error_model="numpy")
     try:
         dispatcher: Any = compiled(cache=True)(function)
@@ -60,6 +63,8 @@ def kernel(function: Callable[..., Any]) -> Any:
         dispatcher = compiled()(function)
     else:
         _watch(dispatcher._cache, function)
+        if by_name:
+            _find_by_name(dispatcher._cache, function)
     KERNELS.add(dispatcher)
     return dispatcher
 
@@ -81,6 +86,10 @@ def entry(function: Callable[..., Any], signature: Any) -> Any:
 # A part of kernels, compiled and cached with them (without wrappers callable from Python, which would take
 # longer to compile than the routine); outside of kernels it is a plain Python function.
 routine = register_jitable(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# The same for a small one of inner loops that several routines call: LLVM would not copy it into all of them.
+inlined: Any = register_jitable(
+    error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True
+)
 
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from qconvert.quant.simd import processor
-from qconvert.quant.simd.lanes import LANES, kernel, splat
+from qconvert.quant.simd.lanes import LANES, splat
 from qconvert.runtime.cpu.exponential import MISSING, exp, highest_of
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import floats, put_float, routine, store_bf16, total
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.cpu.tile_dots import FLOAT_ROWS, PANEL
 from qconvert.runtime.cpu.tile_products import lay_panel, multiply_panel
 
@@ -56,28 +56,19 @@ def attend_rows(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, scale: float | N
     y_BTHE = q_BHTE.new_empty(batch, tokens, heads, out_width)
     laid = [torch.empty_like(x) for x in (k_BKPE, v_BKEP)]
     scales = np.full(PANEL, width**-0.5 if scale is None else scale, np.float32)
-    team = ThreadTeam(torch.get_num_threads())
-    team.run(
-        lambda rank: _lay(
-            k_BKPE.data_ptr(), v_BKEP.data_ptr(), *(x.data_ptr() for x in laid),
-            batch * kv_heads, padded, width, out_width, rank, team.size,
-        )
-    )  # fmt: skip
+    places = [x.data_ptr() for x in (k_BKPE, v_BKEP, *laid)]
+    _lay(*places, batch * kv_heads, padded, width, out_width)
     for b in range(batch):
         q_HTE, places = q_BHTE[b], [x[b].data_ptr() for x in (*laid, y_BTHE)]
         strides = 2 * q_HTE.stride(0), 2 * q_HTE.stride(1)
         sizes = heads, heads // kv_heads, tokens, seen, padded, width, out_width
-        team.run(
-            lambda rank, q=q_HTE, places=places, strides=strides, sizes=sizes: _attend(  # type: ignore[misc]
-                q.data_ptr(), *strides, *places, *sizes, scales, rank, team.size
-            )
-        )
+        _attend(q_HTE.data_ptr(), *strides, *places, *sizes, scales)
     return y_BTHE.transpose(1, 2)
 
 
-@kernel
-def _lay(k, v, k_laid, v_laid, heads, padded, width, out_width, rank, size):  # type: ignore[no-untyped-def]
-    """Lay out this thread's heads: 64 keys by columns, and 64 columns of values by positions."""
+@routine
+def _lay_share(k, v, k_laid, v_laid, heads, padded, width, out_width, rank, size):  # type: ignore[no-untyped-def]
+    """Lay out a thread's heads: 64 keys by columns, and 64 columns of values by positions."""
     for head in range(heads * rank // size, heads * (rank + 1) // size):
         at = 2 * head * padded * width
         for i in range(0, padded, PANEL):
@@ -87,11 +78,14 @@ def _lay(k, v, k_laid, v_laid, heads, padded, width, out_width, rank, size):  # 
             lay_panel(v + at + 2 * i * padded, 2 * padded, padded // 2, v_laid + at + 2 * i * padded)
 
 
-@kernel
-def _attend(  # type: ignore[no-untyped-def]
+_lay = SharedKernel(_lay_share)
+
+
+@routine
+def _attend_share(  # type: ignore[no-untyped-def]
     q, q_head, q_step, k, v, y, heads, shared, tokens, seen, padded, width, out_width, scales, rank, size
 ):  # fmt: skip
-    """This thread's queries of one sequence; all but counts are byte addresses and sizes."""
+    """A thread's queries of one sequence; all but counts are byte addresses and sizes."""
     score, weight = np.empty((_QUERIES, padded), np.float32), np.empty((_QUERIES, padded), np.uint16)
     made, sums = np.empty((_QUERIES, PANEL), np.float32), np.empty(_QUERIES, np.float32)
     ones, blocks = np.ones(PANEL, np.float32), (tokens + _QUERIES - 1) // _QUERIES
@@ -124,6 +118,9 @@ def _attend(  # type: ignore[no-untyped-def]
                 to = y + 2 * (((first + row) * heads + head) * out_width + e)
                 for i in range(0, PANEL, LANES):
                     store_bf16(to + 2 * i, floats(made[row].ctypes.data + 4 * i) * share)
+
+
+_attend = SharedKernel(_attend_share)
 
 
 @routine

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.quant.simd.lanes import LANES, clamp, kernel, peak, rounded_even, splat
+from qconvert.quant.simd.lanes import LANES, clamp, peak, rounded_even, splat
 from qconvert.runtime.cpu.byte_tiles import (
     BYTE_ROWS,
     TILE_ROWS,
@@ -26,6 +26,7 @@ from qconvert.runtime.cpu.byte_tiles import (
 from qconvert.runtime.cpu.coded_dots import put_int6, put_lut, put_nibbles
 from qconvert.runtime.cpu.group_scales import mins_at, scales_at
 from qconvert.runtime.cpu.packed_weights import PackedGrid
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import (
     BLOCK,
     PART,
@@ -40,7 +41,6 @@ from qconvert.runtime.cpu.simd import (
     store_f32,
     total,
 )
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.cpu.tile_dots import PANEL
 from qconvert.runtime.cpu.tile_products import lay_panel
 
@@ -108,10 +108,7 @@ def byte_rows(x_NI: Tensor, weight: PackedGrid) -> ByteRows:
     (tokens, width), columns, narrow = x_NI.shape, _columns(weight), x_NI.dtype == torch.bfloat16
     numbers = (torch.empty(tokens, width // columns) for _ in range(2))
     rows = ByteRows(torch.empty(tokens, width, dtype=torch.uint8), *numbers)
-    team = ThreadTeam(torch.get_num_threads())
-    team.run(
-        lambda rank: _round(x_NI.data_ptr(), narrow, tokens, width, columns, *rows.addresses, rank, team.size)
-    )
+    _round(x_NI.data_ptr(), narrow, tokens, width, columns, *rows.addresses)
     return rows
 
 
@@ -122,17 +119,14 @@ def multiply_byte_rows(
     tokens, rows = len(inputs.codes_NI), weight.shape[0]
     y_NO = torch.empty(tokens, rows, dtype=torch.bfloat16 if narrow else torch.float32)
     bias_O = torch.zeros(rows) if bias_O is None else bias_O.float().contiguous()
-    args, team = weight.kernel_args(), ThreadTeam(torch.get_num_threads())
     kind, columns, addresses = _KINDS.index(weight.recipe.kind), _columns(weight), inputs.addresses
     corrected = weight.mins is not None or (
         weight.recipe.kind == "int8" and (weight.zeros_OG is not None or weight.recipe.zero != 0)
     )
     tile = byte_tile(columns, corrected, chain_of(_reach(weight), columns)).address
-    team.run(
-        lambda rank: _multiply(
-            args, kind, columns, tile, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(), narrow,
-            rank, team.size,
-        )
+    _multiply(
+        weight.kernel_args(), kind, columns, tile, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(),
+        narrow,
     )  # fmt: skip
     return y_NO
 
@@ -142,9 +136,9 @@ def _columns(weight: PackedGrid) -> int:
     return LANES if weight.recipe.group % PART else PART
 
 
-@kernel
-def _round(x, narrow, tokens, width, columns, codes, steps, sums, rank, size):  # type: ignore[no-untyped-def]
-    """This thread's rows of the input: codes plus 128, scales, and sums of what they are worth."""
+@routine
+def _round_share(x, narrow, tokens, width, columns, codes, steps, sums, rank, size):  # type: ignore[no-untyped-def]
+    """A thread's rows of the input: codes plus 128, scales, and sums of what they are worth."""
     groups = width // columns
     for token in range(tokens * rank // size, tokens * (rank + 1) // size):
         for i in range(0, width, PART):
@@ -165,6 +159,9 @@ def _round(x, narrow, tokens, width, columns, codes, steps, sums, rank, size):  
                 put_float(sums + at + 4, step * total(high))
 
 
+_round = SharedKernel(_round_share)
+
+
 @routine
 def _two(x, narrow, at):  # type: ignore[no-untyped-def]
     if narrow:
@@ -172,9 +169,11 @@ def _two(x, narrow, at):  # type: ignore[no-untyped-def]
     return floats(x + 4 * at), floats(x + 4 * (at + LANES))
 
 
-@kernel
-def _multiply(linears, kind, columns, tile, codes, steps, sums, tokens, bias, y, narrow, rank, size):  # type: ignore[no-untyped-def]
-    """This thread's panels of the product."""
+@routine
+def _multiply_share(  # type: ignore[no-untyped-def]
+    linears, kind, columns, tile, codes, steps, sums, tokens, bias, y, narrow, rank, size
+):
+    """A thread's panels of the product."""
     linear = linears[0]
     rows, width, group = linear.rows, linear.width, linear.group
     padded, groups = (width + BLOCK - 1) // BLOCK * BLOCK, width // columns
@@ -205,6 +204,9 @@ def _multiply(linears, kind, columns, tile, codes, steps, sums, tokens, bias, y,
                     mins.ctypes.data + off, bias + 4 * first + off, of_x, width, of_step, of_sum,
                     4 * groups, groups, out, size_y * rows, narrow,
                 )  # fmt: skip
+
+
+_multiply = SharedKernel(_multiply_share)
 
 
 @routine

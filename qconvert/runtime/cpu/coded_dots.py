@@ -31,10 +31,12 @@ from qconvert.runtime.cpu.simd import (
     INTS,
     PART,
     SHORTS,
+    after,
     constant,
     instructions,
     picked,
     read,
+    rounded_to_bf16,
     words_type,
     write,
 )
@@ -216,16 +218,49 @@ def int6_floats(builder: Any, codes: Any, part: Any, high: Any) -> Any:
     return _half_as_floats(builder, _with_pairs(builder, codes, part), high)
 
 
-@instructions(lanes_type, types.intp, lanes_type)
-def named_floats(builder: Any, table: Any, codes: Any) -> Any:
-    """What a table has, as float32, for sixteen whole numbers below 16."""
-    index, found = builder.fptoui(codes, INTS), ir.Constant(FLOATS, ir.Undefined)
-    first = builder.add(table, ir.Constant(I64, TABLE_BYTES))
-    for i in range(LANES):
-        place = ir.Constant(I32, i)
-        at = builder.zext(builder.shl(builder.extract_element(index, place), ir.Constant(I32, 2)), I64)
-        number = read(builder, builder.add(first, at), ir.FloatType())
-        found = builder.insert_element(found, number, place)
+@instructions(types.void, types.intp, lanes_type)
+def put_table_bf16(builder: Any, table: Any, numbers: Any) -> None:
+    """Write sixteen numbers as `put_named_bf16` looks them up, rounded half to even; no NaNs."""
+    _put_planes(builder, table, rounded_to_bf16(builder, numbers))
+
+
+@instructions(types.void, types.intp, lanes_type)
+def put_table_f32(builder: Any, table: Any, numbers: Any) -> None:
+    """Write sixteen numbers as `put_named_f32` looks them up."""
+    _put_planes(builder, table, builder.bitcast(numbers, INTS))
+
+
+def _put_planes(builder: Any, table: Any, numbers: Any) -> None:
+    """Write the lowest bytes of sixteen numbers, twice, then those above, up to the highest."""
+    for place in range(numbers.type.element.width // 8):
+        shifted = builder.lshr(numbers, constant(8 * place, numbers.type))
+        plane = builder.trunc(shifted, ir.VectorType(I8, LANES))
+        write(builder, after(builder, table, PART * place), joined(builder, plane, plane))
+
+
+@instructions(types.void, *[types.intp] * 5)
+def put_named_bf16(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: Any) -> None:
+    """Write what the 32 nibbles of a part stand for in the table of each half of it, as bfloat16."""
+    planes = _named(builder, _part(builder, codes, part), first, second, 2)
+    write(builder, out, _woven(builder, *planes))
+
+
+@instructions(types.void, *[types.intp] * 5)
+def put_named_f32(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: Any) -> None:
+    """The same as float32."""
+    planes = _named(builder, _part(builder, codes, part), first, second, 4)
+    low, high = _woven(builder, *planes[:2]), _woven(builder, *planes[2:])
+    places = [at for column in range(PART) for at in (column, PART + column)]
+    write(builder, out, builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * PART), places)))
+
+
+def _named(builder: Any, nibbles: Any, first: Any, second: Any, planes: int) -> list[Any]:
+    """The bytes of what nibbles stand for, as they lie: 8 of each half of the part in turns."""
+    halves = [byte + PART * (byte // 8 % 2) for byte in range(PART)]
+    found = []
+    for place in range(planes):
+        both = [_lut(builder, after(builder, table, PART * place), nibbles) for table in (first, second)]
+        found.append(builder.shuffle_vector(*both, ir.Constant(ir.VectorType(I32, PART), halves)))
     return found
 
 

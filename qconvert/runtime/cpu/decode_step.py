@@ -16,7 +16,6 @@ from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.kernel_args import LAYER, MODEL, THREAD
 from qconvert.runtime.cpu.packed_weights import PackedGrid
 from qconvert.runtime.cpu.step_kernel import step
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.rope import cos_sin
 from qconvert.runtime.storage import DenseWeight
 
@@ -68,6 +67,7 @@ class CpuStep:
         ):
             self._model[name] = size
         self._model["head"] = self._described(decoder.head, None, decoder.head_inputs)
+        self._arrived = np.zeros(1, np.int64)
         self._cache: Tensor | None = None
 
     def __call__(self, token: int, cache: Cache) -> Tensor:
@@ -81,7 +81,8 @@ class CpuStep:
         self._model["position"] = position
         row = decoder.embed.rows(torch.tensor([token])).float()
         self._buffers["x"][:] = row[0].numpy()
-        self._team.run(lambda rank: step(self._model, self._layers, self._threads, rank))
+        self._arrived[0] = 0
+        step(self._model, self._layers, self._threads, threads=len(self._threads))
         cache.length += 1
         return torch.from_numpy(self._buffers["logits"].copy())
 
@@ -90,9 +91,8 @@ class CpuStep:
         config, room = self._decoder.config, kv.shape[-2]
         for i, layer in enumerate(self._layers):
             layer["keys"], layer["values"] = kv[i, 0].data_ptr(), kv[i, 1].data_ptr()
-        self._team = ThreadTeam(torch.get_num_threads())
-        self._model["room"], self._model["arrived"] = room, self._team.arrived.ctypes.data
-        self._threads = np.zeros(self._team.size, THREAD)
+        self._model["room"], self._model["arrived"] = room, self._arrived.ctypes.data
+        self._threads = np.zeros(torch.get_num_threads(), THREAD)
         sizes = {
             "normal": config.hidden,
             "gates": 2 * int(self._model["mlp_width"][0]),
@@ -100,7 +100,7 @@ class CpuStep:
             "rotated": config.head_dim,
             "scores": -(-room // LANES) * LANES,
         }
-        self._own = [np.zeros((self._team.size, size), np.float32) for size in sizes.values()]
+        self._own = [np.zeros((len(self._threads), size), np.float32) for size in sizes.values()]
         for name, buffers in zip(sizes, self._own, strict=True):
             self._threads[name] = [buffer.ctypes.data for buffer in buffers]
         self._cache = kv

@@ -6,18 +6,16 @@ torch's SwiGLU is as fast.) Legend: N rows, W columns, B batch, T positions, H h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.quant.simd.lanes import LANES, kernel, splat
+from qconvert.quant.simd.lanes import LANES, splat
 from qconvert.quant.simd.products import fused
 from qconvert.runtime.cpu.exponential import exp
 from qconvert.runtime.cpu.packed_weights import MOST_INTEGER_ROWS
-from qconvert.runtime.cpu.simd import floats, load_bf16, store_bf16, total
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
+from qconvert.runtime.cpu.simd import floats, load_bf16, routine, store_bf16, total
 
 _F = np.float32
 
@@ -35,8 +33,7 @@ def swiglu_rows(gate: Tensor, up: Tensor) -> Tensor:
     made_NW = torch.empty(gate_NW.shape, dtype=torch.bfloat16)
     count, width = made_NW.shape
     steps = gate_NW.stride(0), up_NW.stride(0)
-    places = gate_NW.data_ptr(), up_NW.data_ptr(), made_NW.data_ptr()
-    _in_threads(lambda rank, size: _swiglu(*places, *steps, count, width, rank, size))
+    _swiglu(gate_NW.data_ptr(), up_NW.data_ptr(), made_NW.data_ptr(), *steps, count, width)
     return made_NW.view(gate.shape)
 
 
@@ -46,7 +43,7 @@ def normalise_rows(x: Tensor, weight_W: Tensor, eps: float) -> Tensor:
     made_NW = torch.empty(x_NW.shape, dtype=torch.bfloat16)
     count, width = x_NW.shape
     places = x_NW.data_ptr(), weight_W.data_ptr(), made_NW.data_ptr()
-    _in_threads(lambda rank, size: _normalise(*places, x_NW.stride(0), count, width, eps, rank, size))
+    _normalise(*places, x_NW.stride(0), count, width, eps)
     return made_NW.view(x.shape)
 
 
@@ -63,14 +60,8 @@ def rotate_rows(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     made_NW = torch.empty(x_NW.shape, dtype=torch.bfloat16)
     cos_TE, sin_TE = cos_TE.contiguous(), sin_TE.contiguous()
     places = x_NW.data_ptr(), cos_TE.data_ptr(), sin_TE.data_ptr(), made_NW.data_ptr()
-    sizes = x_NW.stride(0), batch * length, length, heads, width
-    _in_threads(lambda rank, size: _rotate(*places, *sizes, rank, size))
+    _rotate(*places, x_NW.stride(0), batch * length, length, heads, width)
     return made_NW.view(x_BTHE.shape)
-
-
-def _in_threads(work: Callable[[int, int], None]) -> None:
-    team = ThreadTeam(torch.get_num_threads())
-    team.run(lambda rank: work(rank, team.size))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -79,8 +70,8 @@ def _rows(x: Tensor) -> Tensor:
     return x_NW if x_NW.stride(1) == 1 else x_NW.contiguous()
 
 
-@kernel
-def _swiglu(gates, ups, out, gate_step, up_step, count, width, rank, size):  # type: ignore[no-untyped-def]
+@routine
+def _swiglu_share(gates, ups, out, gate_step, up_step, count, width, rank, size):  # type: ignore[no-untyped-def]
     for row in range(count * rank // size, count * (rank + 1) // size):
         for i in range(0, width, LANES):
             gate = load_bf16(gates + 2 * (row * gate_step + i))
@@ -88,8 +79,8 @@ def _swiglu(gates, ups, out, gate_step, up_step, count, width, rank, size):  # t
             store_bf16(out + 2 * (row * width + i), swish * load_bf16(ups + 2 * (row * up_step + i)))
 
 
-@kernel
-def _normalise(x, weight, out, step, count, width, eps, rank, size):  # type: ignore[no-untyped-def]
+@routine
+def _normalise_share(x, weight, out, step, count, width, eps, rank, size):  # type: ignore[no-untyped-def]
     for row in range(count * rank // size, count * (rank + 1) // size):
         squares = splat(_F(0))
         for i in range(0, width, LANES):
@@ -101,8 +92,8 @@ def _normalise(x, weight, out, step, count, width, eps, rank, size):  # type: ig
             store_bf16(out + 2 * (row * width + i), value)
 
 
-@kernel
-def _rotate(x, cos, sin, out, step, count, length, heads, width, rank, size):  # type: ignore[no-untyped-def]
+@routine
+def _rotate_share(x, cos, sin, out, step, count, length, heads, width, rank, size):  # type: ignore[no-untyped-def]
     half = width // 2
     for row in range(count * rank // size, count * (rank + 1) // size):
         turn = 4 * width * (row % length)
@@ -115,3 +106,6 @@ def _rotate(x, cos, sin, out, step, count, length, heads, width, rank, size):  #
                 a, b = load_bf16(here), load_bf16(here + 2 * half)
                 store_bf16(at, fused(b, low_sin, a * low_cos))
                 store_bf16(at + 2 * half, fused(a, high_sin, b * high_cos))
+
+
+_swiglu, _normalise, _rotate = map(SharedKernel, (_swiglu_share, _normalise_share, _rotate_share))

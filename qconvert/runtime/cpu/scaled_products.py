@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.quant.simd.lanes import LANES, kernel, splat
+from qconvert.quant.simd.lanes import LANES, splat
 from qconvert.runtime.cpu.group_scales import scales_at, zeros_at
 from qconvert.runtime.cpu.packed_weights import GroupNumbers, PackedGrid
 from qconvert.runtime.cpu.products import KINDS, codes_at
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import BLOCK, routine, store_bf16, store_f32
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.cpu.tile_dots import PANEL
 from qconvert.runtime.cpu.tile_products import fills_tiles, lay_panel, multiply_panel
 
@@ -35,14 +35,9 @@ def multiply_scaled(x_NI: Tensor, weight: PackedGrid) -> Tensor:
     Check `multiplies_scaled` first.
     """
     x_NI = x_NI.contiguous()
-    args, team = weight.kernel_args(), ThreadTeam(torch.get_num_threads())
     y_NO = torch.empty(len(x_NI), weight.shape[0])
     kind, group = KINDS.index(weight.recipe.kind), _group(weight)
-    team.run(
-        lambda rank: _multiply(
-            args, kind, group, x_NI.data_ptr(), len(x_NI), y_NO.data_ptr(), rank, team.size
-        )
-    )
+    _multiply(weight.kernel_args(), kind, group, x_NI.data_ptr(), len(x_NI), y_NO.data_ptr())
     return y_NO
 
 
@@ -65,9 +60,9 @@ def _group(weight: PackedGrid) -> int:
     return min(weight.recipe.group, weight.width)
 
 
-@kernel
-def _multiply(linears, kind, group, x, tokens, y, rank, size):  # type: ignore[no-untyped-def]
-    """This thread's panels of the product."""
+@routine
+def _multiply_share(linears, kind, group, x, tokens, y, rank, size):  # type: ignore[no-untyped-def]
+    """A thread's panels of the product."""
     linear = linears[0]
     rows, width = linear.rows, linear.width
     groups, panels = width // group, (rows + PANEL - 1) // PANEL
@@ -82,6 +77,9 @@ def _multiply(linears, kind, group, x, tokens, y, rank, size):  # type: ignore[n
         out = y + 4 * first
         laid, of_w = panel.ctypes.data, scales.ctypes.data
         multiply_panel(laid, width, groups, of_w, x, 2 * width, tokens, out, 4 * rows)
+
+
+_multiply = SharedKernel(_multiply_share)
 
 
 @routine

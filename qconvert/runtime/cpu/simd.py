@@ -136,6 +136,12 @@ def floats(builder: Any, address: Any) -> Any:
     return read(builder, address, FLOATS)
 
 
+@instructions(lanes_type)
+def counted(builder: Any) -> Any:
+    """The numbers from 0 to 15."""
+    return ir.Constant(FLOATS, [float(lane) for lane in range(LANES)])
+
+
 @instructions(lanes_type, types.intp)
 def load_bf16(builder: Any, address: Any) -> Any:
     """Sixteen bfloat16, widened."""

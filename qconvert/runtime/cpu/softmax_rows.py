@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from qconvert.quant.simd.lanes import LANES, first, kernel, splat
+from qconvert.quant.simd.lanes import LANES, first, splat
 from qconvert.quant.simd.products import fused
 from qconvert.runtime.cpu.exponential import MISSING, exp, highest_of
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import float_at, floats, put_float, routine, total
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.running_softmax import RunningSoftmax
 
 _WORDS = 64 * LANES
@@ -32,19 +31,13 @@ class CompiledSoftmax(RunningSoftmax):
     def fold(self, x_NW: Tensor, start: int) -> None:
         """Take in the logits of the words from `start` on, float32."""
         x_NW = _rows(x_NW)
-        state, team = self._state(), ThreadTeam(torch.get_num_threads())
-        team.run(lambda rank: _fold(*_place(x_NW), start, *state, rank, team.size))
+        _fold(*_place(x_NW), start, *self._state())
 
     def fold_beside(self, x_NW: Tensor, start: int, a_NW: Tensor, reference: RunningSoftmax) -> None:
         """The same, beside the logits of a reference that has taken them in."""
         x_NW, a_NW = _rows(x_NW), _rows(a_NW)
-        state, team = self._state(), ThreadTeam(torch.get_num_threads())
         cross = self.cross_N.numpy(), self.cross_max_N.numpy(), reference.max_N.numpy()
-        team.run(
-            lambda rank: _fold_beside(
-                *_place(x_NW), start, *state, a_NW.data_ptr(), a_NW.stride(0), *cross, rank, team.size
-            )
-        )
+        _fold_beside(*_place(x_NW), start, *self._state(), a_NW.data_ptr(), a_NW.stride(0), *cross)
 
     def _state(self) -> tuple[np.ndarray, ...]:
         fields = self.targets_N, self.max_N, self.sum_N, self.top_N, self.target_N
@@ -60,21 +53,21 @@ def _place(x_NW: Tensor) -> tuple[int, int, int]:
     return x_NW.data_ptr(), x_NW.stride(0), x_NW.shape[1]
 
 
-@kernel
-def _fold(x, step, width, start, target_N, max_N, sum_N, top_N, found_N, rank, size):  # type: ignore[no-untyped-def]
-    """Take in this thread's rows."""
+@routine
+def _fold_share(x, step, width, start, target_N, max_N, sum_N, top_N, found_N, rank, size):  # type: ignore[no-untyped-def]
+    """Take in a thread's rows."""
     count = max_N.size
     rest = np.empty(LANES, np.float32)
     for n in range(count * rank // size, count * (rank + 1) // size):
         _fold_row(x + 4 * step * n, width, start, n, target_N, max_N, sum_N, top_N, found_N, rest.ctypes.data)
 
 
-@kernel
-def _fold_beside(  # type: ignore[no-untyped-def]
+@routine
+def _fold_beside_share(  # type: ignore[no-untyped-def]
     x, step, width, start, target_N, max_N, sum_N, top_N, found_N,
     a, a_step, cross_N, cross_max_N, a_max_N, rank, size,
 ):  # fmt: skip
-    """Take in this thread's rows, and what they add to the cross sums."""
+    """Take in a thread's rows, and what they add to the cross sums."""
     count = max_N.size
     rest, a_rest = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for n in range(count * rank // size, count * (rank + 1) // size):
@@ -92,6 +85,9 @@ def _fold_beside(  # type: ignore[no-untyped-def]
                 _copy_rest(row + 4 * (begin + whole), words - whole, rest.ctypes.data)
                 _copy_rest(a_row + 4 * (begin + whole), words - whole, a_rest.ctypes.data)
                 cross_N[n] += _cross(a_rest.ctypes.data, rest.ctypes.data, LANES, most)
+
+
+_fold, _fold_beside = SharedKernel(_fold_share), SharedKernel(_fold_beside_share)
 
 
 @routine

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from qconvert.quant.simd.lanes import LANES, kernel, splat
+from qconvert.quant.simd.lanes import LANES, splat
 from qconvert.quant.simd.products import fused
 from qconvert.runtime.cpu.exponential import MISSING, exp, highest_of
 from qconvert.runtime.cpu.kernels import multiply_rows
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
@@ -30,14 +31,13 @@ _F = np.float32
 """The score of a key that is not there."""
 
 
-@kernel
-def step(models, layers, threads, rank):  # type: ignore[no-untyped-def]
+@routine
+def step_share(models, layers, threads, rank, size):  # type: ignore[no-untyped-def]
     """Read the token whose embedding lies in the buffer `x`; its logits come to `logits`.
 
-    Called by as many threads at once as there are records in `threads`, each with its own rank; there
-    is one record of the model, and one of each layer.
+    There is one record of the model, one of each layer, and at least one for each thread.
     """
-    model, own, size = models[0], threads[rank], len(threads)
+    model, own = models[0], threads[rank]
     for i in range(len(layers)):
         layer = layers[i]
         _norm(model.x, layer.attention_norm, model.eps, model.hidden, own.normal)
@@ -49,13 +49,19 @@ def step(models, layers, threads, rank):  # type: ignore[no-untyped-def]
     multiply_rows(model.head, own.normal, model.logits, start, stop)
 
 
-@kernel
-def multiply(linears, xs, ys, rows, rank, size):  # type: ignore[no-untyped-def]
-    """`y = W x + bias` for several vectors, float32 and contiguous: this thread's share of the rows."""
+step = SharedKernel(step_share)
+
+
+@routine
+def multiply_share(linears, xs, ys, rows, rank, size):  # type: ignore[no-untyped-def]
+    """`y = W x + bias` for several vectors, float32 and contiguous: a thread's share of the rows."""
     linear = linears[0]
     start, stop = _share(linear.rows, rank, size)
     for row in range(rows):
         multiply_rows(linear, xs + 4 * linear.width * row, ys + 4 * linear.rows * row, start, stop)
+
+
+multiply = SharedKernel(multiply_share)
 
 
 @routine

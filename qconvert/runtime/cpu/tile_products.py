@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from qconvert.quant.simd import processor
-from qconvert.quant.simd.lanes import LANES, kernel
+from qconvert.quant.simd.lanes import LANES
+from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import routine
-from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.cpu.tile_dots import FLOAT_ROWS, PANEL, float_tile, lay_words
 
 _LINE = 4 * PANEL
@@ -42,26 +42,28 @@ def multiply_bf16(x_NI: Tensor, w_OI: Tensor) -> Tensor:
     Twice as fast as widening both, whose products are the same. Check `multiplies_bf16` first.
     """
     x_NI = x_NI.contiguous()
-    (rows, width), team = w_OI.shape, ThreadTeam(torch.get_num_threads())
+    rows, width = w_OI.shape
     y_NO = torch.empty(len(x_NI), rows)
-    panels = torch.empty(team.size, width // 2, PANEL)
-    team.run(
-        lambda rank: _multiply_bf16(
-            w_OI.data_ptr(), 2 * w_OI.stride(0), rows, x_NI.data_ptr(), len(x_NI), width,
-            y_NO.data_ptr(), panels[rank].data_ptr(), rank, team.size,
-        )
+    panels = torch.empty(torch.get_num_threads(), width // 2, PANEL)
+    _multiply_bf16(
+        w_OI.data_ptr(), 2 * w_OI.stride(0), rows, x_NI.data_ptr(), len(x_NI), width,
+        y_NO.data_ptr(), panels.data_ptr(),
     )  # fmt: skip
     return y_NO
 
 
-@kernel
-def _multiply_bf16(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # type: ignore[no-untyped-def]
-    """This thread's panels of a product; all but counts are byte addresses and sizes."""
+@routine
+def _multiply_bf16_share(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # type: ignore[no-untyped-def]
+    """A thread's panels of a product; all but counts are byte addresses and sizes."""
+    panel += 2 * width * PANEL * rank
     panels, ones = (rows + PANEL - 1) // PANEL, np.ones(PANEL, np.float32)
     for p in range(panels * rank // size, panels * (rank + 1) // size):
         first = min(PANEL * p, rows - PANEL)
         lay_panel(w + w_step * first, w_step, width // 2, panel)
         multiply_panel(panel, width, 1, ones.ctypes.data, x, 2 * width, tokens, y + 4 * first, 4 * rows)
+
+
+_multiply_bf16 = SharedKernel(_multiply_bf16_share)
 
 
 @routine
