@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.cli.progress import COMPILING
+from tests.support.warm_commands import warm_qconvert
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -40,19 +41,19 @@ def blocks(text: str) -> Iterator[Block]:
         yield Block(tuple(line[2:] for line in lines if line.startswith("$ ")), match["body"])
 
 
-def transcript(block: Block, folder: Path) -> str:
-    """What a terminal shows when the block's commands run in `folder`, stdout and stderr together."""
+def transcript(block: Block, folder: Path, warm: Path) -> str:
+    """What a terminal shows when the block's commands run in `folder`, stdout and stderr together.
+
+    They find the `qconvert` of `warm_qconvert` in `warm`, unless they are about the memory of a process.
+    """
     shown = []
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "COLUMNS": "120",
-    }
+    python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for command in block.commands:
+        path = python if "--max-memory" in command else f"{warm}:{python}"
         done = subprocess.run(
             ["sh", "-c", f"( {command} ) 2>&1"],
             cwd=folder,
-            env=environment,
+            env={**os.environ, "PATH": path, "COLUMNS": "120"},
             capture_output=True,
             text=True,
             check=False,
@@ -80,16 +81,17 @@ def comparable(block: Block, text: str) -> str:
     return text
 
 
-def rewrite(page: Path) -> None:
+def rewrite(page: Path, warm: Path) -> None:
     """Run every block of a page in one folder and put what it printed into the page."""
     text = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         for block in list(blocks(text)):
-            printed = transcript(block, Path(folder)).replace(f"{COMPILING}\n", "")
+            printed = transcript(block, Path(folder), warm).replace(f"{COMPILING}\n", "")
             text = text.replace(block.body, printed)
     page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or PAGES:
-        rewrite(PAGES[name])
+    with warm_qconvert() as found:
+        for name in sys.argv[1:] or PAGES:
+            rewrite(PAGES[name], found)

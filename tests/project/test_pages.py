@@ -5,19 +5,27 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.pages import PAGES, README, ROOT, blocks, comparable, transcript
+from tests.support.warm_commands import warm_qconvert
 
 WITH_BLOCKS = [name for name, page in PAGES.items() if any(blocks(page.read_text(encoding="utf-8")))]
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Path]:
+    with warm_qconvert() as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("name", WITH_BLOCKS)
-def test_console_blocks_are_real_output(name: str, tmp_path: Path) -> None:
+def test_console_blocks_are_real_output(name: str, warm: Path, tmp_path: Path) -> None:
     for block in blocks(PAGES[name].read_text(encoding="utf-8")):
-        printed = transcript(block, tmp_path)
+        printed = transcript(block, tmp_path, warm)
         assert comparable(block, printed) == comparable(block, block.body), block.commands
 
 
