@@ -11,10 +11,10 @@ import pytest
 
 from qconvert.checkpoint.assumed import without_weights
 from qconvert.errors import QConvertError
-from tests.gguf.test_gguf_mmproj import TOWERS
-from tests.gguf.test_gguf_mmproj import made as made_with_tower
 from tests.support.commands import qconvert
 from tests.support.models import tiny
+from tests.support.vision_towers import TOWERS
+from tests.support.vision_towers import made as made_with_tower
 
 INDEX = "model.safetensors.index.json"
 

@@ -154,6 +154,18 @@ KIMI_K25 = replace(
     note="the vision tower is copied as it is",
 )
 
+KIMI_VL = replace(
+    KIMI_K25,
+    name="Kimi-VL",
+    tower=vision.KIMI_VL_TOWER,
+    model_types=("kimi_vl",),
+    classes=("KimiVLForConditionalGeneration",),
+    carried={
+        **{pattern: what for pattern, what in KIMI_K25.carried.items() if what != "vision"},
+        r"(model\.)?(vision_tower|multi_modal_projector)\..*": "vision",
+    },
+)
+
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="GLM-4.7-Flash",
@@ -232,4 +244,14 @@ GPT_OSS = replace(
     note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )
 
-FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, MINICPM3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS)
+FAMILIES = (
+    DEEPSEEK_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K25,
+    KIMI_VL,
+    MINICPM3,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GPT_OSS,
+)

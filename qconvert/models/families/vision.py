@@ -295,19 +295,23 @@ def _norm(module: str, size: str = "hidden", only_if: str | None = None) -> tupl
     return c.norm(role(module), module, size, only_if=only_if), _unless_plain(module, size)
 
 
+# MoonViT itself, as Kimi-VL and K2.5 have it; norms and linears of K3's have no bias.
+_MOON_VIT = (
+    table("vision_tower.patch_embed.proj.weight", "hidden", "channels", "patch", "patch"),
+    _unless_plain("vision_tower.patch_embed.proj", "hidden"),
+    table("vision_tower.patch_embed.pos_emb.weight", "height", "width", "hidden"),
+    *_norm(KIMI + "norm0"),
+    *_norm(KIMI + "norm1"),
+    *_linear(KIMI + "wqkv", "qkv", "hidden"),
+    *_linear(KIMI + "wo", "hidden", "heads_width"),
+    *_linear(KIMI + "mlp.fc0", "intermediate", "hidden"),
+    *_linear(KIMI + "mlp.fc1", "hidden", "intermediate"),
+    *_norm("vision_tower.encoder.final_layernorm"),
+)
 KIMI_TOWER = tower(
     "Kimi's tower",
     (
-        table("vision_tower.patch_embed.proj.weight", "hidden", "channels", "patch", "patch"),
-        _unless_plain("vision_tower.patch_embed.proj", "hidden"),
-        table("vision_tower.patch_embed.pos_emb.weight", "height", "width", "hidden"),
-        *_norm(KIMI + "norm0"),
-        *_norm(KIMI + "norm1"),
-        *_linear(KIMI + "wqkv", "qkv", "hidden"),
-        *_linear(KIMI + "wo", "hidden", "heads_width"),
-        *_linear(KIMI + "mlp.fc0", "intermediate", "hidden"),
-        *_linear(KIMI + "mlp.fc1", "hidden", "intermediate"),
-        *_norm("vision_tower.encoder.final_layernorm"),
+        *_MOON_VIT,
         *_norm("mm_projector.pre_norm", only_if="bias"),
         *_linear("mm_projector.proj.0", "merged", "merged"),
         *_linear("mm_projector.proj.2", "out", "merged"),
@@ -315,4 +319,23 @@ KIMI_TOWER = tower(
     ),
     kimi_sizes,
     "vt_num_hidden_layers",
+)
+
+
+def kimi_vl_sizes(config: Json, layer: int) -> Dimensions:
+    """Returns the dimensions of Kimi-VL's tower, whose config has MoonViT's own keys."""
+    sizes = ("hidden_size", "intermediate_size")
+    return kimi_sizes({**config, **{f"vt_{key}": config.get(key) for key in sizes}}, layer)
+
+
+KIMI_VL_TOWER = tower(
+    "Kimi-VL's tower",
+    (
+        *_MOON_VIT,
+        *_norm("multi_modal_projector.pre_norm"),
+        *_linear("multi_modal_projector.linear_1", "merged", "merged"),
+        *_linear("multi_modal_projector.linear_2", "out", "merged"),
+    ),
+    kimi_vl_sizes,
+    "num_hidden_layers",
 )

@@ -331,6 +331,7 @@ MODELS = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
     "kimi_k25": DEEPSEEK_V3,
+    "kimi_vl": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,

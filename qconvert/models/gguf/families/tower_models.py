@@ -16,6 +16,7 @@ TOWERS: Mapping[str, GGUFModel] = {
     vision.SIGLIP_TOWER.name: towers.GEMMA3,
     vision.GEMMA4_TOWER.name: towers_newer.GEMMA4,
     vision.KIMI_TOWER.name: towers_newer.KIMI,
+    vision.KIMI_VL_TOWER.name: towers_newer.KIMI_VL,
     tower_tiles.SMOLVLM_TOWER.name: towers_tiled.SMOLVLM,
     tower_tiles.INTERNVL_TOWER.name: towers_tiled.INTERNVL,
     tower_tiles.INTERNVL_HF_TOWER.name: towers_tiled.INTERNVL,

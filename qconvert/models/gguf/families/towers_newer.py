@@ -1,11 +1,13 @@
-"""Declares the files of Gemma 4's vision tower and of MoonViT, Kimi-K2.5's.
+"""Declares the files of Gemma 4's vision tower and of MoonViT, Kimi-VL's and K2.5's.
 
-Keys, names and types are those of llama.cpp's `Gemma4VisionAudioModel` and `KimiK25Model` (b11549).
+Keys, names and types are those of llama.cpp's `Gemma4VisionAudioModel` and `KimiK25Model` (b11549) and
+`KimiVLModel` (0c1e57098).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from qconvert.core.config_json import optional_int, whole_numbers
 from qconvert.core.ggml_types import KV
@@ -14,7 +16,7 @@ from qconvert.models.families import vision
 from qconvert.models.families.vision import PREPROCESSOR
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived
-from qconvert.models.gguf.families.towers import blocks, encoder, epsilon, projector
+from qconvert.models.gguf.families.towers import blocks, encoder, epsilon, parts_of_rows, projector
 from qconvert.models.rope import rope_fields
 
 _COLOURS = 3
@@ -101,15 +103,25 @@ def _height(facts: Facts) -> int:
     return facts.dimensions[0]["height"] * facts.dimensions[0]["patch"]
 
 
-def _turned(facts: Facts) -> Iterator[range]:
-    """Yields the rows of q, k and v: pairs of q's and k's heads that turn by columns first, then by rows."""
-    rows, heads = facts.dimensions[0]["heads_width"], facts.size("vt_num_attention_heads")
+def _axes_apart(facts: Facts, part: int, heads: int) -> Iterator[range]:
+    """Yields the rows of q (part 0) or k: in every head pairs that turn by columns, then those by rows.
+
+    A checkpoint has them in turns.
+    """
+    rows = facts.dimensions[0]["heads_width"]
     width = rows // heads
-    for head in range(2 * heads):
+    for head in range(heads):
         for axis in range(2):
             for pair in range(width // 4):
-                start = head * width + 4 * pair + 2 * axis
+                start = part * rows + head * width + 4 * pair + 2 * axis
                 yield range(start, start + 2)
+
+
+def _turned(facts: Facts) -> Iterator[range]:
+    """Yields the rows of q, k and v in one tensor."""
+    rows, heads = facts.dimensions[0]["heads_width"], facts.size("vt_num_attention_heads")
+    for part in range(2):
+        yield from _axes_apart(facts, part, heads)
     yield range(2 * rows, 3 * rows)
 
 
@@ -148,6 +160,18 @@ _BLOCK = {
     "norm0": "ln1", "norm1": "ln2", "wo": "attn_out", "mlp.fc0": "ffn_up", "mlp.fc1": "ffn_down"
 }  # fmt: skip
 _QKV = vision.role(vision.KIMI + "wqkv")
+_KIMI_POSITIONS = vision.role("vision_tower.patch_embed.pos_emb.weight")
+_MOON_VIT = {
+    vision.role("vision_tower.patch_embed.proj.weight"): Written("v.patch_embd", suffix=".weight"),
+    vision.role("vision_tower.patch_embed.proj.bias"): Written("v.patch_embd", suffix=".bias"),
+    _KIMI_POSITIONS: Written("v.position_embd", suffix=".weight"),
+    **{
+        role: written
+        for ours, theirs in _BLOCK.items()
+        for role, written in _both(vision.KIMI + ours, f"v.blk.{{layer}}.{theirs}").items()
+    },
+    **_both("vision_tower.encoder.final_layernorm", "v.post_ln"),
+}
 KIMI = GGUFModel(
     "clip",
     keys=(),
@@ -157,22 +181,81 @@ KIMI = GGUFModel(
         _kimi,
     ),
     roles={
-        vision.role("vision_tower.patch_embed.proj.weight"): Written("v.patch_embd", suffix=".weight"),
-        vision.role("vision_tower.patch_embed.proj.bias"): Written("v.patch_embd", suffix=".bias"),
-        vision.role("vision_tower.patch_embed.pos_emb.weight"): Written("v.position_embd", suffix=".weight"),
-        **{
-            role: written
-            for ours, theirs in _BLOCK.items()
-            for role, written in _both(vision.KIMI + ours, f"v.blk.{{layer}}.{theirs}").items()
-        },
+        **_MOON_VIT,
         _QKV: Written("v.blk.{layer}.attn_qkv", rows=_turned),
         f"{_QKV}.bias": Written("v.blk.{layer}.attn_qkv", rows=_turned, suffix=".bias"),
-        **_both("vision_tower.encoder.final_layernorm", "v.post_ln"),
         **_both("mm_projector.pre_norm", "mm.input_norm"),
         **_both("mm_projector.proj.0", "mm.1"),
         **_both("mm_projector.proj.2", "mm.2"),
     },
     checks=(_with_biases,),
+    types=_PATCHES,
+    kind="mmproj",
+)
+
+
+@derived
+def _kimi_vl(facts: Facts) -> Iterator[KV]:
+    yield facts.flagged("use_gelu", value=True)
+    yield facts.u32("vision.projector.scale_factor", 2)
+    found = positive_number(facts.settings.get("layer_norm_eps"))
+    yield facts.f32("vision.attention.layer_norm_epsilon", found or 1e-5)
+
+
+def _flat(facts: Facts) -> tuple[int, ...]:
+    """All positions in one list, row by row."""
+    dims = facts.dimensions[0]
+    return dims["height"] * dims["width"], dims["hidden"]
+
+
+def _square_positions(facts: Facts) -> str | None:
+    height, width = facts.dimensions[0]["height"], facts.dimensions[0]["width"]
+    if height == width:
+        return None
+    return f"init_pos_emb_height is {height}, init_pos_emb_width {width}; llama.cpp's kimivl has a square"
+
+
+def _four_to_a_token(facts: Facts) -> str | None:
+    kernel = facts.settings.get("merge_kernel_size", [2, 2])
+    return None if kernel == [2, 2] else f"merge_kernel_size is {kernel}; llama.cpp's kimivl has [2, 2]"
+
+
+def _kimi_vl_rows(facts: Facts, part: int) -> Iterator[range]:
+    """Yields the rows of q (part 0), k or v.
+
+    llama.cpp's converter leaves those of q and k as they are; its graph, that of Kimi-K2.5, then turns other
+    pairs than the model does.
+    """
+    if part == 2:
+        return parts_of_rows(facts, part)
+    return _axes_apart(facts, part, facts.size("num_attention_heads"))
+
+
+def _rows_apart(suffix: str) -> tuple[Written, ...]:
+    return tuple(
+        Written(f"v.blk.{{layer}}.attn_{name}", rows=partial(_kimi_vl_rows, part=part), suffix=suffix)
+        for part, name in enumerate("qkv")
+    )
+
+
+KIMI_VL = GGUFModel(
+    "clip",
+    keys=(),
+    late=(
+        encoder(lambda facts: 64 * 14, "num_attention_heads"),  # of no size: the converter writes this one
+        projector("kimivl"),
+        _kimi_vl,
+    ),
+    roles={
+        **_MOON_VIT,
+        _KIMI_POSITIONS: Written("v.position_embd", suffix=".weight", shape=_flat),
+        _QKV: _rows_apart(".weight"),
+        f"{_QKV}.bias": _rows_apart(".bias"),
+        **_both("multi_modal_projector.pre_norm", "mm.input_norm"),
+        **_both("multi_modal_projector.linear_1", "mm.1"),
+        **_both("multi_modal_projector.linear_2", "mm.2"),
+    },
+    checks=(_square_positions, _four_to_a_token),
     types=_PATCHES,
     kind="mmproj",
 )
