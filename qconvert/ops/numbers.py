@@ -20,16 +20,21 @@ _WIDER = {DType.BF16: (DType.F32, DType.F64), DType.F16: (DType.F32, DType.F64),
 
 @dataclass(frozen=True, slots=True)
 class CheckFinite(Op):
-    """Pass rows through; find the first NaN or Inf of a float tensor or of an encoding's scales."""
+    """Pass rows through; find the first NaN or Inf of a float tensor or of an encoding's scales.
 
+    With `infinite`, the numbers of a tensor may be infinite.
+    """
+
+    infinite: bool = False
     keeps_rows: ClassVar[bool] = True
 
     def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
-        from qconvert.quant.casts import first_nonfinite
+        from qconvert.quant.casts import first_nan, first_nonfinite
         from qconvert.quant.dequantize import first_bad_row
 
         if isinstance(value, DenseRows):
-            return value, (Finding(first_nonfinite(value)) if value.dtype.is_float else CLEAN)
+            find = first_nan if self.infinite else first_nonfinite
+            return value, (Finding(find(value)) if value.dtype.is_float else CLEAN)
         if isinstance(value, GgmlRows):
             return value, CLEAN
         return value, Finding(bad_row=first_bad_row(value))

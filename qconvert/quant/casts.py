@@ -87,6 +87,12 @@ def first_nonfinite(block: DenseRows) -> int:
     return flaw_and_peak(block)[0]
 
 
+def first_nan(block: DenseRows) -> int:
+    """Returns the flat index of the first NaN of a small block, -1 when there is none."""
+    flaws = (_magnitudes(block.rows_RI, block.dtype) > _INF_BITS[block.dtype]).ravel()
+    return int(flaws.argmax()) if flaws.any() else -1
+
+
 def flaw_and_peak(block: DenseRows) -> tuple[int, float]:
     """Returns the flat index of the block's first NaN or Inf, -1 when every number is finite; and the largest
     magnitude before it, 0 when there is none.

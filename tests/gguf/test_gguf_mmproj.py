@@ -59,7 +59,7 @@ def test_llama_cpp_sees_what_transformers_does(tmp_path: Path, name: str) -> Non
     tower = tmp_path / "mmproj.gguf"
     ran = qconvert("to-gguf", tmp_path, "--mmproj", "--type", "f32", "-o", tower, "-q")
     assert ran.code == 0, ran.err
-    if name == "gemma4":  # whose tokens are of another length in older ones
+    if name.startswith("gemma4"):  # whose tokens are of another length in older ones
         found = newer_sight(written(tmp_path), tower, pixels)
     else:
         found = seen_by_llama_cpp(written(tmp_path), tower, pixels, expected.shape[1])
@@ -74,7 +74,12 @@ def test_llama_cpp_sees_what_transformers_does(tmp_path: Path, name: str) -> Non
 
 # Of what llama.cpp's converter (b11549, Kimi's 0c1e57098) makes of these models: a hash of names, types,
 # shapes and bytes.
-CONVERTED = {"gemma4": "961cb41d87b348ab", "kimi-k2.5": "2ccc3c3cc46963bf", "kimi-vl": "79e73080b4866096"}
+CONVERTED = {
+    "gemma4": "961cb41d87b348ab",
+    "gemma4-clipped": "e2f206b4a2fb76a4",
+    "kimi-k2.5": "2ccc3c3cc46963bf",
+    "kimi-vl": "79e73080b4866096",
+}
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -101,6 +106,7 @@ def test_tensors_are_those_of_the_converter(tmp_path: Path, name: str) -> None:
 
 
 KINDS: dict[str, dict[str, object]] = {
+    "gemma4-clipped": {"clip.vision.projector_type": "gemma4v", "clip.vision.projector.scale_factor": 2},
     "gemma4": {"clip.vision.projector_type": "gemma4v", "clip.vision.projector.scale_factor": 2},
     "kimi-k2.5": {
         "clip.projector_type": "kimik25", "clip.vision.projector.scale_factor": 2,
@@ -113,7 +119,7 @@ KINDS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("gemma4", {"use_clipped_linears": True}, "use_clipped_linears is true"),
+        ("gemma4", {"use_clipped_linears": True}, "q_proj.input_max: missing"),
         ("gemma4", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
         ("gemma4", {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}, "rope_theta is 50.0"),
         ("kimi-vl", {"merge_kernel_size": [4, 1]}, "merge_kernel_size is [4, 1]"),
@@ -128,6 +134,35 @@ def test_towers_that_llama_cpp_does_not_compute_are_refused(
     (tmp_path / "config.json").write_text(json.dumps(config))
     ran = qconvert("to-gguf", tmp_path, "--mmproj", "--type", "f16", "-o", tmp_path / "m.gguf", "-q")
     assert ran.code == 1 and said in ran.err and not (tmp_path / "m.gguf").exists(), ran.err
+
+
+def test_a_tower_for_sound_is_left_out_and_named(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    made(tmp_path, "gemma4")
+    heard = {"model.audio_tower.output_proj.weight": torch.ones(64, 16)}
+    save_file(load_file(tmp_path / STORED) | heard, tmp_path / STORED, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"audio_config": {"hidden_size": 16}}))
+    ran = qconvert("to-gguf", tmp_path, "--mmproj", "-o", tmp_path / "m.gguf", "-q")
+    assert ran.code == 0 and "the tower for sound is left out" in ran.err, ran.err
+    ran = qconvert("to-gguf", tmp_path, "--type", "f16", "-o", tmp_path / "l.gguf")
+    assert ran.code == 0 and "audio: 1 tensor is left out" in ran.err, ran.err
+
+
+def test_bounds_may_be_infinite_but_are_numbers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    made(tmp_path, "gemma4-clipped")
+    command = ("quantize", tmp_path, "--bits", "8", "--group-size", "32", "-o", tmp_path / "int8", "-q")
+    assert qconvert(*command).code == 0
+    weights = load_file(tmp_path / STORED)
+    name = next(name for name, weight in weights.items() if "put_max" in name and weight.isinf())
+    assert load_file(tmp_path / "int8" / STORED)[name].isinf()
+    save_file(weights | {name: weights[name] * 0}, tmp_path / STORED, {"format": "pt"})
+    ran = qconvert(*command, "--overwrite")
+    assert ran.code == 1 and f"{name}: NaN or Inf" in ran.err, ran.err
 
 
 def test_the_tower_of_kimi_k3_is_refused(tmp_path: Path) -> None:

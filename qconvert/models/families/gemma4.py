@@ -35,7 +35,10 @@ PER_LAYER_TABLES = (
 )
 # Files hold keys and values that layers which take those of another layer never read.
 UNREAD = {r".*\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight": "keys and values that are not read"}
-TOWERS = {r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*": "vision"}
+TOWERS = {
+    r"(model\.)?(vision_tower|embed_vision|vision_embedder)\..*": "vision",
+    r"(model\.)?(audio_tower|embed_audio)\..*": "audio",
+}
 
 
 def kind_of(config: Json, layer: int, every: int) -> str:

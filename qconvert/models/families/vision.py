@@ -177,6 +177,22 @@ GEMMA = "vision_tower.encoder.layers.{layer}."
 GEMMA_LINEARS = ("q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear")
 
 
+GEMMA_MODULES = {
+    **{f"attn.{part}": f"{GEMMA}self_attn.{part}_proj" for part in "qkvo"},
+    **{f"vision.mlp.{part}": f"{GEMMA}mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
+BOUNDS = ("input_max", "input_min", "output_max", "output_min")
+"""What a clipped linear of Gemma 4's tower has, besides its weight: one number each."""
+
+
+def _bounds() -> tuple[ParameterTemplate, ...]:
+    return tuple(
+        ParameterTemplate(f"{role}.{bound}", f"{module}.{bound}", (), "other", only_if="clipped", suffix="")
+        for role, module in GEMMA_MODULES.items()
+        for bound in BOUNDS
+    )
+
+
 def gemma4_sizes(config: Json, layer: int) -> Dimensions:
     """Returns the dimensions of Gemma 4's tower."""
     patch, standard = positive_int(config, "patch_size"), flag(config, "standardize")
@@ -189,6 +205,7 @@ def gemma4_sizes(config: Json, layer: int) -> Dimensions:
         "patch": patch,
         "points": 3 * patch * patch,
         "standard": dims["hidden"] if standard else 0,
+        "clipped": flag(config, "use_clipped_linears"),
         "out": positive_int(config, TEXT_HIDDEN),
     }
 
@@ -208,6 +225,7 @@ GEMMA4_TOWER = tower(
         *c.gated_mlp(
             GEMMA + "mlp.", "vision.mlp.", names=("gate_proj.linear", "up_proj.linear", "down_proj.linear")
         ),
+        *_bounds(),
         *layer_norms(GEMMA, "input_layernorm", "post_attention_layernorm", bias=False),
         *layer_norms(GEMMA, "pre_feedforward_layernorm", "post_feedforward_layernorm", bias=False),
         c.linear("vision.projection", "embed_vision.embedding_projection", "out", "hidden"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import GgmlBlocks, Unquantized
 from qconvert.errors import BadRecipe, UnsupportedModel
+from qconvert.models.families.vision import BOUNDS
 from qconvert.ops import CheckFinite
 from qconvert.plan.plan import Unit
 from qconvert.plan.state import Compiled
@@ -45,14 +46,16 @@ def refuse_ggml_blocks(state: Compiled) -> Compiled:
 def check_finite(state: Compiled) -> Compiled:
     """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself).
 
-    Where the rows that come out are not those of the source, they are looked at before.
+    Where the rows that come out are not those of the source, they are looked at before. The bound of a
+    clipped linear is infinite where nothing is clipped.
     """
 
-    look = CheckFinite()  # which all share, so that units alike are known by it
+    look, bound = CheckFinite(), CheckFinite(infinite=True)  # shared, so that units alike are known by them
 
     def one(unit: Unit) -> Unit:
         if unit.quantizes and unit.keeps_rows:
             return unit
-        return unit._replace(ops=(look, *unit.ops))
+        clips = not unit.source.shape and unit.source.name.endswith(BOUNDS)
+        return unit._replace(ops=(bound if clips else look, *unit.ops))
 
     return state if state.request.allow_nonfinite else state.with_plan(state.plan.each(one))

@@ -13,7 +13,7 @@ from qconvert.core.config_json import optional_int, whole_numbers
 from qconvert.core.ggml_types import KV
 from qconvert.core.numbers import positive_number
 from qconvert.models.families import vision
-from qconvert.models.families.vision import PREPROCESSOR
+from qconvert.models.families.vision import PREPROCESSOR, WHOLE
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived
 from qconvert.models.gguf.families.towers import blocks, encoder, epsilon, parts_of_rows, projector
@@ -41,6 +41,18 @@ def _colours_apart(facts: Facts) -> tuple[int, int]:
 def _convolution(facts: Facts) -> tuple[int, ...]:
     side = facts.dimensions[0]["patch"]
     return facts.dimensions[0]["hidden"], _COLOURS, side, side
+
+
+def _one(facts: Facts) -> tuple[int, ...]:
+    """A vector of one number: the bound of a clipped linear, which has no dimensions in a checkpoint."""
+    return (1,)
+
+
+def _without_sound(facts: Facts) -> str | None:
+    """Says what the file lacks of a model that hears, too."""
+    if not isinstance(facts.settings[WHOLE].get("audio_config"), dict):
+        return None
+    return "audio_config: the tower for sound is left out; the file holds that for pictures"
 
 
 def _base_of_angles(facts: Facts) -> str | None:
@@ -80,6 +92,11 @@ GEMMA4 = GGUFModel(
         "vision.patches": Written("v.patch_embd", "swap_groups", groups=_colours_apart, shape=_convolution),
         vision.role(_POSITIONS): Written("v.position_embd", suffix=".weight"),
         **{role: Written(f"v.blk.{{layer}}.{name}") for role, name in _OF_LAYERS.items()},
+        **{
+            f"{role}.{bound}": Written(f"v.blk.{{layer}}.{_OF_LAYERS[role]}", shape=_one, suffix=f".{bound}")
+            for role in vision.GEMMA_MODULES
+            for bound in vision.BOUNDS
+        },
         **blocks(vision.GEMMA, _NORMS),
         **{
             vision.role(f"vision_tower.{name}"): Written(f"v.{name}", suffix="")
@@ -89,11 +106,11 @@ GEMMA4 = GGUFModel(
     },
     checks=(
         c.computes("hidden_activation", "gelu_pytorch_tanh"),
-        c.computes("use_clipped_linears", False),
         c.computes("attention_bias", False),
         _base_of_angles,
         _heads_of_their_own,
     ),
+    remarks=(_without_sound,),
     types=_PATCHES,
     kind="mmproj",
 )
