@@ -155,6 +155,17 @@ def test_experts_keep_their_codes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(numbers[5], expected)
 
 
+def test_what_has_no_type_is_counted_and_the_hint_works(tmp_path: Path, assets: Path) -> None:
+    published = assets / "metadata" / "configs" / "deepseek-ai--DeepSeek-V4-Flash_config.json"
+    (tmp_path / "config.json").write_text(published.read_text())
+    asked = ("to-gguf", tmp_path, "--type", "keep", "--dry-run")
+    ran = qconvert(*asked)
+    assert ran.code == 1 and "e4m3-g128x128 is not a type of GGUF (365 of 790 weights are so)" in ran.err
+    assert "add --allow-requantize: these become q8_0, the 129 of mxfp4 keep their codes" in ran.err
+    ran = qconvert(*asked, "--allow-requantize")
+    assert ran.code == 0 and "q8_0       365" in ran.out and "mxfp4      129" in ran.out, ran.out + ran.err
+
+
 def test_choosing_and_cutting_off_make_a_difference(tmp_path: Path) -> None:
     """What holds the test above: each of the settings changes the numbers by more than its tolerance."""
     expected = logits_of(deepseek(tmp_path / "a", rope_parameters=dict(YARN)))

@@ -191,7 +191,8 @@ def test_what_gguf_has_no_blocks_for_is_refused(tmp_path: Path) -> None:
     folder = made("convert", source, "--to", "bitsandbytes", "-o", tmp_path / "nf4")
     asked = ("convert", folder, "--to", "gguf", "-o", tmp_path / "m.gguf")
     ran = qconvert(*asked)
-    assert ran.code == 1 and "nf4-g64 is not a type of GGUF" in ran.err
+    assert ran.code == 1 and "nf4-g64 is not a type of GGUF (14 of 16 weights are so)" in ran.err
+    assert "`to-gguf --type TYPE --allow-requantize` computes the numbers" in ran.err
     ran = qconvert(*asked, "--allow-requantize")
     assert ran.code == 0 and "7 exact + 14 requantized" in ran.err, ran.err
     ran = qconvert(*asked, "--dtype", "f16", "--overwrite")

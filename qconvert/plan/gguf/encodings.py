@@ -7,7 +7,7 @@ request. Where its grid is one of GGUF's own, its codes go over as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qconvert.core.dtypes import DType
@@ -32,6 +32,7 @@ from qconvert.plan.state import Compiled, GGUFPlan
 _BLOCK = 32
 
 
+_AGAIN = "`to-gguf --type TYPE --allow-requantize` computes the numbers and quantizes them again"
 # Architectures whose graphs multiply by the factors of weights, by llama.cpp's logits; qwen2's are NaN.
 _WITH_FACTORS = frozenset({"llama", "qwen3"})
 
@@ -98,7 +99,7 @@ def carry_nvfp4_factors(state: Compiled) -> Compiled:
             raise BadRecipe(
                 f"{unit.source.name}: {source.label}, and llama.cpp's {_gguf(state).facts.model.arch} is not "
                 "known to multiply by the number that all of its scales have in common",
-                "--scheme TYPE --allow-requantize computes the numbers and quantizes them again",
+                _AGAIN,
             )
         name = f"{output.name.rsplit('.', 1)[0]}.{FACTOR}"
         first = (unit.inputs[0].within(0, 1),)
@@ -153,7 +154,7 @@ def own_types(
     for name, tensor in outputs.items():
         found = always.get(name) or _own_type(tensor)
         if found is None and not allow_requantize:
-            raise _no_blocks(tensor)
+            raise _no_blocks(tensor, [t for n, t in outputs.items() if n not in always])
         types[name] = found or GGMLType.Q8_0
         if name not in always:
             weights[types[name]] += tensor.count
@@ -162,14 +163,22 @@ def own_types(
     return "MXFP4_MOE" if usual == "MXFP4" else usual, types
 
 
-def _no_blocks(tensor: ModelTensor) -> BadRecipe:
-    again = "--scheme TYPE --allow-requantize computes the numbers and quantizes them again"
-    if isinstance(tensor.encoding, AffineInt) and tensor.encoding.act_order:
+def _no_blocks(first: ModelTensor, weights: Sequence[ModelTensor]) -> BadRecipe:
+    """The error about the first of the weights whose codes no type holds, and what can be typed."""
+    if isinstance(first.encoding, AffineInt) and first.encoding.act_order:
         return BadRecipe(
-            f"{tensor.name}: its columns are in activation order (g_idx), which gguf cannot hold",
-            f"--undo-act-order folds what can be folded; {again}",
+            f"{first.name}: its columns are in activation order (g_idx), which gguf cannot hold",
+            f"`convert --to gguf --undo-act-order` folds what can be folded; {_AGAIN}",
         )
-    return BadRecipe(f"{tensor.name}: {tensor.encoding.label} is not a type of GGUF", again)
+    own = [_own_type(tensor) for tensor in weights]
+    kept = Counter(type_.label for type_ in own if type_ is not None and type_.is_quantized)
+    rest = ", ".join(f"the {count} of {label}" for label, count in kept.items())
+    some = f"{own.count(None)} of {len(own)} weights"
+    return BadRecipe(
+        f"{first.name}: {first.encoding.label} is not a type of GGUF ({some} are so)",
+        f"add --allow-requantize: these become {GGMLType.Q8_0.label}"
+        + (f", {rest} keep their codes" if rest else f"; {_AGAIN}"),
+    )
 
 
 def _own_type(tensor: ModelTensor) -> GGMLType | None:

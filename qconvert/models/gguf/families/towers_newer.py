@@ -49,7 +49,7 @@ def _one(facts: Facts) -> tuple[int, ...]:
 
 
 def _without_sound(facts: Facts) -> str | None:
-    """Says what the file lacks of a model that hears, too."""
+    """Names what the file lacks of a model that hears, too."""
     if not isinstance(facts.settings[WHOLE].get("audio_config"), dict):
         return None
     return "audio_config: the tower for sound is left out; the file holds that for pictures"
