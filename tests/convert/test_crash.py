@@ -131,14 +131,14 @@ def test_a_run_killed_as_it_goes_on_goes_on_as_well(
 ) -> None:
     """Three times, at any calls; the fourth run comes to its end."""
     command, name = JOBS[kind]
-    files, rng, thrice = planned(kind, tmp_path), random.Random(kind), 0
+    files, thrice = planned(kind, tmp_path), 0
     (tmp_path / "count").mkdir()
     calls = calls_of(running(*command, *HOW, "-o", tmp_path / "count" / name))
     for number in asked(range(400), range(4)):
         folder = tmp_path / str(number)
         folder.mkdir()
         run = running(*command, *HOW, "-o", folder / name)
-        kills = 0
+        rng, kills = random.Random(f"{kind} {number}"), 0
         for _ in range(3):
             if tree(folder).items() >= whole[kind].items():
                 break
