@@ -39,6 +39,7 @@ WAIT_SECONDS = 0.2, 2.0  # between two looks at what others have done: at first,
 
 _JOB, _FINISHED = "job", "finished"
 _RECEIPT, _CLAIM = ".receipt", ".claim"
+_TELLS = f"told{_CLAIM}"
 _OWN = re.compile(r"[0-9a-f]{16}")
 
 
@@ -56,6 +57,16 @@ def settings_of(out: Path) -> Json:
     """The settings of the process that began the unfinished output `out`; none where there is none."""
     found = load(shared_folder(out) / _JOB)
     return {} if found is None else found.settings
+
+
+def discard_shared(out: Path, job: Json) -> bool:
+    """Remove what processes have left of the output `out`; False where they left nothing of this job."""
+    folder = shared_folder(out)
+    found = load(folder / _JOB)
+    if found is None or first_difference(found.job, job) is not None:
+        return False
+    _remove(folder)
+    return True
 
 
 class Published(Exception):
@@ -125,16 +136,21 @@ class SharedFolder:
             self.path.rmdir()
 
     def remove(self) -> None:
-        """Remove all, the job last; once the output has its name."""
-        with suppress(FileNotFoundError):
-            for entry in [each for each in self.path.iterdir() if each.name != _JOB]:
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
-            (self.path / _JOB).unlink(missing_ok=True)
-        with suppress(OSError):
-            self.path.rmdir()
+        """Remove all, once the output is finished."""
+        _remove(self.path)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether another process has removed the folder, or is about to."""
+        return not (self.own.is_dir() and (self.path / _JOB).is_file())
+
+    def is_first(self) -> bool:
+        """Whether this process is the first to ask: of those that have all done the same, one tells of it."""
+        try:
+            os.close(os.open(self.path / _TELLS, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            return True
+        except (FileExistsError, FileNotFoundError):
+            return False
 
     def look(self, tasks: Collection[str]) -> list[str]:
         """Read the receipts that are new; returns the tasks that have none."""
@@ -273,6 +289,20 @@ class SharedFolder:
             return clock.stat().st_mtime - path.stat().st_mtime > STALE_SECONDS
         except FileNotFoundError:
             return False
+
+
+def _remove(folder: Path) -> None:
+    """Remove a shared folder: receipts after the files that they record, and the job last."""
+    with suppress(FileNotFoundError):
+        entries = [each for each in folder.iterdir() if each.name != _JOB]
+        for entry in sorted(entries, key=lambda each: not each.is_dir()):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        (folder / _JOB).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _touch(fd: int, ended: threading.Event) -> None:

@@ -188,7 +188,6 @@ class Flags:
         alone = {
             "--restart": self.restart,
             "--card, --modelfile or --manifest": self.beside,
-            "--drop-pushed": self.drop_pushed,
             "an object storage": self.to_store,
             "a target": aims,
         }

@@ -26,7 +26,7 @@ def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
     """
     from qconvert.formats.io.shared_folder import is_shared, shared_folder
 
-    joins = is_shared(out) and flags.keeps and not flags.overwrite and job.calibration is None
+    joins = is_shared(out) and not (flags.to_store or flags.overwrite) and job.calibration is None
     if flags.shared or not joins:
         return flags.rank if flags.shared else None
     if flags.restart:
@@ -80,5 +80,6 @@ def carried_out(
             signum = error.signum if isinstance(error, Stopped) else Stopped().signum
             raise Stopped(signum, farewell()) from error
     if result is None and flags.talks:
-        click.echo(f"{out}: complete", err=True)
+        shown = out if flags.keeps or destination is None else destination.shown
+        click.echo(f"{shown}: complete", err=True)
     return result

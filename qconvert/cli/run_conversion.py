@@ -191,7 +191,7 @@ def _write(planned: Planned, chooser: Explained | None, chosen_in: float, flags:
     from qconvert.cli.conversion_report import report_of
 
     job, out, rank = planned.job, planned.out, planned.rank
-    if sent := sent_before(job, out, planned.destination, flags):
+    if rank is None and (sent := sent_before(job, out, planned.destination, flags)):
         tell_sent_before(job, out, sent, flags, tell)
         return
     report = report_of(job, out)

@@ -95,6 +95,7 @@ class HubRepository:
     def sent(self, job: str, weights: Collection[str]) -> Json | None:
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
+        self._know(job)
         try:
             commits = self._ask(lambda: _api().list_repo_commits(self._repo, revision=self._branch))
             made = next((each for each in commits if f"{_JOB} {job}" in each.message), None)
@@ -108,8 +109,12 @@ class HubRepository:
         whole = all(name in then and now.get(name) == then[name] for name in weights)
         return self._told(made.commit_id) if whole else None
 
-    def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
+    def _know(self, job: str) -> None:
+        """Know the job, and by that its staging branch."""
         self._job, self._staging = job, f"qconvert-{job[:12]}"
+
+    def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
+        self._know(job)
         self._create()
         self._look()
         folder = any(name.endswith(".safetensors") for name in weights)

@@ -324,10 +324,7 @@ def test_another_job_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (
-            ("--push-to", "a/b", "--drop-pushed"),
-            "--drop-pushed: works in one process only",
-        ),
+        (("-o", "s3://bucket/out"), "an object storage: works in one process only"),
         (("--restart",), "--restart: works in one process only, and this is one of 2"),
         (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is not a rank"),
         (("--rank", "auto"), "auto: the environment has none of RANK and WORLD_SIZE"),
