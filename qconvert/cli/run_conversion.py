@@ -124,8 +124,9 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     require_own_name(out, flags.taken)
     destination = destination_of(flags, out)
     out = out if url_of(out) is None else Path(out.name)
-    looks = not flags.shared and flags.keeps and (destination is None or not flags.dry_run)
-    complete = looks and is_complete(job, out, flags)
+    there = destination is not None and destination.files is not None
+    looks = not flags.shared and (flags.keeps or there) and (destination is None or not flags.dry_run)
+    complete = looks and is_complete(job, out, flags, destination)
     if not (complete or isinstance(ask, Explained)):  # a choice is measured within this memory
         require_memory([job])
     rank = None if complete or flags.dry_run else rank_to_be(job, out, flags)

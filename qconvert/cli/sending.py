@@ -39,9 +39,6 @@ def check_sending(flags: Flags) -> None:
         raise BadRecipe("--push-to: given together with an object storage", _LEAVE_OUT)
     if not flags.verify:
         raise BadRecipe(f"--no-verify: given together with {to}, which sends what was verified", _LEAVE_OUT)
-    if flags.skips and flags.to_store:
-        name = "--skip-existing" if flags.skip_existing else "--verify-existing"
-        raise BadRecipe(f"{name}: given together with {to} in an object storage", _LEAVE_OUT)
     if flags.beside and not flags.keeps:
         raise BadRecipe("--card, --modelfile: no local file is kept", "leave them out")
     if flags.drop_pushed and flags.reads_back:
@@ -63,7 +60,7 @@ def destination_of(flags: Flags, out: Path) -> Destination | None:
     if url is not None:
         from qconvert.convert.bucket import Bucket
 
-        return Bucket(url, network)
+        return Bucket(url, network, completes=flags.skips)
     return None
 
 
@@ -80,8 +77,8 @@ def sent_before(job: Job, out: Path, destination: Destination | None, flags: Fla
 
 def tell_complete(job: Job, out: Path, destination: Destination | None, flags: Flags, tell: Tell) -> None:
     """Report an output that exists, complete, and was skipped; send it where it belongs elsewhere, too."""
-    if destination is None:
-        tell_skipped(job, out, flags, tell)
+    if destination is None or destination.files is not None:
+        tell_skipped(job, out, flags, tell, destination=destination)
         return
     from qconvert.convert.send_written import send_where_lacking
 

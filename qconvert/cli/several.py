@@ -37,7 +37,9 @@ def write_each(
         if isinstance(asked, Explained):  # which reads a text to choose: that is done in its turn
             return [], own
         found = plan_output(source, asked, suffix, own)
-        return [found.out], replace(own, skip_existing=found.complete, verify_existing=False)
+        # In a bucket, what a killed run has left is completed by whom skips what is whole.
+        skips = found.complete or (own.skips and own.to_store)
+        return [found.out], replace(own, skip_existing=skips, verify_existing=False)
 
     def one(model: str, own: Flags, tell: Tell) -> list[Path]:
         return [write(model, ask(model), suffix, own, tell)]

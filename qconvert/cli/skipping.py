@@ -14,6 +14,7 @@ from qconvert.errors import BadRecipe, OutputExists
 if TYPE_CHECKING:
     from qconvert.cli.flags import Flags
     from qconvert.convert.job import Job
+    from qconvert.convert.publish import Destination
     from qconvert.core.dtypes import Json
 
 Tell = Callable[[dict[str, Any]], None]
@@ -33,28 +34,42 @@ def require_own_name(out: Path, taken: Sequence[Path]) -> None:
         )
 
 
-def is_complete(job: Job, out: Path, flags: Flags) -> bool:
+def is_complete(job: Job, out: Path, flags: Flags, destination: Destination | None = None) -> bool:
     """Whether --skip-existing leaves the output as it is: it is there, and whole.
 
-    Raises OutputExists where something else is there, or is damaged, unless it may be overwritten.
+    That is at a destination where its files say so. What an earlier run has begun to send there is continued
+    from what it left here, or else sent again. Raises OutputExists where something else is there, or is
+    damaged, unless it may be overwritten.
     """
     from qconvert.convert.existing import is_written
     from qconvert.convert.gguf_sidecars import MANIFEST
 
     if not flags.skips:
         return False
+    read, at = flags.verify_existing, destination.files if destination else None
     try:
-        return is_written(job, out, read=flags.verify_existing, manifest=MANIFEST in flags.beside)
+        if at is None or destination is None:
+            return is_written(job, out, read=read, manifest=MANIFEST in flags.beside)
+        if any(path.exists() for path in job.container.partial(out)):
+            return False
+        return is_written(job, out, read=read, at=at, shown_as=destination.shown)
     except OutputExists:
         if not flags.overwrite:
             raise
         return False
 
 
-def tell_skipped(job: Job, out: Path, flags: Flags, tell: Tell, sent: Json | None = None) -> None:
+def tell_skipped(
+    job: Job,
+    out: Path,
+    flags: Flags,
+    tell: Tell,
+    sent: Json | None = None,
+    destination: Destination | None = None,
+) -> None:
     """Say that the output is there already and was skipped; of its files the recorded hashes.
 
-    Where it belongs elsewhere, too, `sent` says what is there.
+    Where it belongs elsewhere, too, `sent` says what is there; with a `destination`, it is only there.
     """
     from qconvert.cli.conversion_report import files_json
     from qconvert.cli.events import say_skipped
@@ -62,17 +77,19 @@ def tell_skipped(job: Job, out: Path, flags: Flags, tell: Tell, sent: Json | Non
 
     files = job.container.files(out)
     path = out.with_name(files[0].name) if job.compiled.is_gguf else out
+    told, at = (str(path), None) if destination is None else (destination.shown, destination.files)
     if not flags.dry_run:
-        say_skipped(flags.events, str(path))
-        write_texts_beside(job, path, flags, anew=False)
+        say_skipped(flags.events, told)
+        if destination is None:
+            write_texts_beside(job, path, flags, anew=False)
     if flags.as_json:
-        record = {"schema": 1, "ok": True, "dry_run": flags.dry_run, "skipped": True, "out": str(path)}
+        record = {"schema": 1, "ok": True, "dry_run": flags.dry_run, "skipped": True, "out": told}
         there = {"sent": sent} if sent else {}
-        tell(record | {"files": files_json(job, out), "sha256": recorded_hashes(job, out)} | there)
+        tell(record | {"files": files_json(job, out), "sha256": recorded_hashes(job, out, at)} | there)
     elif flags.quiet:
-        click.echo(str(path))
+        click.echo(told)
     else:
-        click.echo(f"{path}: already complete, skipped", err=True)
+        click.echo(f"{told}: already complete, skipped", err=True)
 
 
 def write_texts_beside(job: Job, path: Path, flags: Flags, *, anew: bool = True) -> None:

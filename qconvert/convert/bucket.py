@@ -12,21 +12,25 @@ from pathlib import Path
 
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.object_store import Place, explained, open_place
+from qconvert.convert.bucket_files import MARK, BucketFiles
 from qconvert.core.dtypes import Json
 from qconvert.errors import OutputExists, UnsupportedModel
 
-_MARK = "config.json"
 _STALE = (".safetensors", ".safetensors.index.json")
 _PART_BYTES = 16 << 20
 
 
 class Bucket:
-    """`s3://bucket/prefix/name` as the `Destination` of a folder, or of GGUF files beside that name."""
+    """`s3://bucket/prefix/name` as the `Destination` of a folder, or of GGUF files beside that name.
 
-    def __init__(self, url: str, network: Network) -> None:
+    Where `completes`, files of the output that a run has left there without the last one are replaced.
+    """
+
+    def __init__(self, url: str, network: Network, *, completes: bool = False) -> None:
         self._is_file = url.endswith(".gguf")
         self._place: Place = open_place(url.rpartition("/")[0] if self._is_file else url, network)
-        self._url, self._overwrite, self._count = url, False, 0
+        self.files = BucketFiles(self._place, network, is_file=self._is_file)
+        self._url, self._overwrite, self._count, self._completes = url, False, 0, completes
         self._stale: list[str] = []
 
     @property
@@ -41,12 +45,13 @@ class Bucket:
         if self._place.is_web:
             raise UnsupportedModel(f"{self._url}: a web server accepts no output", "name a bucket: s3://...")
         there = self._place.names()
-        taken = [name for name in there if name == _MARK or name.endswith(_STALE)]
+        taken = [name for name in there if name == MARK or name.endswith(_STALE)]
         taken = [name for name in there if name in weights] if self._is_file else taken
-        if taken and not self._overwrite:
+        left = self._completes and set(taken) <= set(weights)
+        if taken and not (self._overwrite or left):
             raise OutputExists(f"{self._url}: holds {taken[0]} already", "use --overwrite, or another prefix")
         if taken and overwrite and not resumed and not self._is_file:
-            self._delete(name for name in taken if name == _MARK)
+            self._delete(name for name in taken if name == MARK)
         self._stale = [] if self._is_file or not overwrite else [n for n in taken if n not in weights]
 
     def put(self, name: str, path: Path, sha256: str) -> str:
@@ -68,8 +73,8 @@ class Bucket:
         import obstore
 
         texts = {} if self._is_file else texts
-        for name in sorted(texts, key=lambda name: name == _MARK):
-            text, last = texts[name], name == _MARK
+        for name in sorted(texts, key=lambda name: name == MARK):
+            text, last = texts[name], name == MARK
             raw = text if isinstance(text, bytes) else text.read_bytes()
             if last:
                 self._delete(each for each in self._stale if each not in texts)

@@ -2,86 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from qconvert.convert.files_at import FilesAt, LocalFiles
+from qconvert.convert.gguf_sidecars import MANIFEST, sidecar
 from qconvert.convert.identity import source_etags, source_samples
 from qconvert.convert.job import Job, OpenedModel
-from qconvert.convert.manifest import FILE_NAME, manifest_path
+from qconvert.convert.manifest import FILE_NAME
 from qconvert.core.dtypes import Json
-from qconvert.errors import CorruptCheckpoint, OutputExists
-from qconvert.formats.io.local_file import explained
+from qconvert.errors import OutputExists
 from qconvert.formats.io.planned_files import FilePlan
-from qconvert.formats.io.read_back import file_sha256
-from qconvert.formats.io.strict_json import read_json_object
 
 # The hint where what is there is not the whole output.
 _REDO = "add --overwrite: it then writes again what is not complete, and leaves the rest"
 
 
-def is_written(job: Job, out: Path, *, read: bool = False, manifest: bool = False) -> bool:
+def is_written(
+    job: Job,
+    out: Path,
+    *,
+    read: bool = False,
+    manifest: bool = False,
+    at: FilesAt | None = None,
+    shown_as: str = "",
+) -> bool:
     """Whether all of a job's output is at `out`: files, sizes, headers, recipe and source.
+
+    Its files may be looked at elsewhere (`at`), under the name `shown_as`; there, some may be what a run has
+    left that was killed.
 
     The source is told by what its files hold (`identity.source_samples`), where a manifest records that;
     else no file of it may be newer than the output. Where the output is to be `read`, its bytes must have the
     hashes that its manifest records, too; a `manifest` beside a GGUF must be there where it is asked for.
     Raises OutputExists where something else is there, or the output is cut or damaged.
     """
-    files = job.container.files(out)
-    folder = out.parent if job.compiled.is_gguf else out
-    if not any((folder / file.name).exists() for file in files) and (
-        job.compiled.is_gguf or not out.exists()
-    ):
+    files, at = job.container.files(out), at or _local(job, out)
+    if not at.is_output([file.name for file in files]):
+        begun = [file for file in files if at.size(file.name) is not None]
+        if why := next((found for file in begun if (found := _other_file(at, file))), ""):
+            raise _taken(shown_as or out, why)
         return False
-    why = next((found for file in files if (found := _other(folder / file.name, file))), "")
-    record = _recorded(job, out)
+    why = next((found for file in files if (found := _other_file(at, file))), "")
+    record = at.manifest(files[0].name)
     if not why and not job.compiled.is_gguf:
         why = _other_recipe(job, record)
     if not why and manifest and not record:
-        why = f"{manifest_path(folder / files[0].name).name} is missing or damaged"
+        why = f"{sidecar(Path(files[0].name), MANIFEST).name} is missing or damaged"
     if not why:
-        why = _other_source(job.source, record, folder / files[0].name)
+        why = _other_source(job.source, record, at.changed_ns(files[0].name))
     if not why and read:
-        recorded = recorded_hashes(job, out)
-        why = next((found for file in files if (found := _damaged(folder / file.name, recorded))), "")
+        recorded = _hashes_in(record)
+        why = next((found for file in files if (found := _damaged(at, file.name, recorded))), "")
     if why:
-        raise OutputExists(f"{out}: already exists, and is not what this command writes ({why})", _REDO)
+        raise _taken(shown_as or out, why)
     return True
 
 
-def recorded_hashes(job: Job, out: Path) -> dict[str, str]:
+def _taken(told: Path | str, why: str) -> OutputExists:
+    return OutputExists(f"{told}: already exists, and is not what this command writes ({why})", _REDO)
+
+
+def recorded_hashes(job: Job, out: Path, at: FilesAt | None = None) -> dict[str, str]:
     """The SHA-256 of an output's files by name, as its manifest records them; none where it has none."""
+    at = at or _local(job, out)
+    return _hashes_in(at.manifest(job.container.files(out)[0].name))
+
+
+def _local(job: Job, out: Path) -> LocalFiles:
+    return LocalFiles(out, is_file=job.compiled.is_gguf)
+
+
+def _hashes_in(record: Json) -> dict[str, str]:
     try:
-        return {file["name"]: file["sha256"] for file in _recorded(job, out)["files"] if file["sha256"]}
+        return {file["name"]: file["sha256"] for file in record["files"] if file["sha256"]}
     except (KeyError, TypeError):
         return {}
 
 
-def _recorded(job: Job, out: Path) -> Json:
-    """The manifest of what is at `out`; empty where there is none that can be read."""
-    first = out.with_name(job.container.files(out)[0].name) if job.compiled.is_gguf else out
-    try:
-        return read_json_object(manifest_path(first), max_bytes=1 << 30)
-    except (CorruptCheckpoint, OSError):
-        return {}
-
-
-def _damaged(path: Path, recorded: dict[str, str]) -> str:
+def _damaged(at: FilesAt, name: str, recorded: Mapping[str, str]) -> str:
     """What is wrong with the bytes of a file; empty where they have the recorded hash."""
-    if path.name not in recorded:
-        return f"no SHA-256 of {path.name} is recorded to compare it with"
-    return "" if file_sha256(path) == recorded[path.name] else f"{path.name} is not what was recorded of it"
+    if name not in recorded:
+        return f"no SHA-256 of {name} is recorded to compare it with"
+    return "" if at.sha256(name) == recorded[name] else f"{name} is not what was recorded of it"
 
 
-def _other(path: Path, planned: FilePlan) -> str:
+def _other_file(at: FilesAt, planned: FilePlan) -> str:
     """What tells a file from the planned one; empty where nothing does."""
-    if not path.is_file():
+    size = at.size(planned.name)
+    if size is None:
         return f"{planned.name} is missing"
-    size = path.stat().st_size
     if size != planned.size:
         return f"{planned.name} has {size:,} bytes, not {planned.size:,}"
-    with explained(f"{path}: cannot be read"), path.open("rb") as file:
-        same = all(file.read(len(part)) == part for part in planned.head_parts())
+    same = at.begins_with(planned.name, planned.head_parts())
     return "" if same else f"{planned.name} has another header"
 
 
@@ -102,8 +115,8 @@ def _other_recipe(job: Job, record: Json) -> str:
     return next((f"{FILE_NAME} names another {key}" for key in wanted if wanted[key] != found[key]), "")
 
 
-def _other_source(source: OpenedModel, record: Json, written: Path) -> str:
-    """What tells the source from that of the output; empty where nothing does."""
+def _other_source(source: OpenedModel, record: Json, made: int) -> str:
+    """What tells the source from that of the output, made then (ns); empty where nothing does."""
     location, before = source.location, record.get("source") or {}
     if location.repo_id is not None or location.address is not None:
         if before and (location.repo_id or location.address) != before.get("name"):
@@ -115,7 +128,6 @@ def _other_source(source: OpenedModel, record: Json, written: Path) -> str:
     recorded = {file["name"]: file.get("sample_sha256") for file in before.get("files", ())}
     if None not in (recorded or {"": None}).values():
         return "it was made from other weights" if recorded != source_samples(source) else ""
-    made = written.stat().st_mtime_ns
     files = (file.path for file in source.checkpoint.files.files)
     newer = next((path.name for path in files if path.stat().st_mtime_ns > made), None)
     return f"the source's {newer} is newer" if newer else ""

@@ -75,6 +75,8 @@ class HubRepository:
     may take so much `memory` (None: no limit).
     """
 
+    files = None
+
     def __init__(
         self, target: str, network: Network, *, private: bool = False, memory: int | None = None
     ) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
+from qconvert.convert.files_at import FilesAt
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.errors import QConvertError
@@ -41,6 +42,11 @@ class Destination(Protocol):
     @property
     def shown(self) -> str:
         """Its name or address, without anything secret."""
+        ...
+
+    @property
+    def files(self) -> FilesAt | None:
+        """Its files, where the output is whole once they are; None where a commit says that it is."""
         ...
 
     def sent(self, job: str, weights: Collection[str]) -> Json | None:

@@ -389,6 +389,5 @@ def test_options_that_do_not_go_together(hub: FakeHub, here: Path) -> None:
     refused("--drop-pushed: nothing is pushed", "--drop-pushed")
     refused("--private: nothing is pushed", "--private")
     refused("--no-verify: given together with --push-to", "--push-to", "org/new", "--no-verify")
-    refused("--skip-existing: given together with -o", "-o", "s3://b/out", "--skip-existing")
     refused("--push-to a b: not a repository on the Hub", "--push-to", "a b")
     assert not hub.log
