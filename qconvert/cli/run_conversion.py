@@ -192,8 +192,10 @@ def _write(planned: Planned, chooser: Explained | None, chosen_in: float, flags:
     from qconvert.cli.conversion_report import report_of
 
     job, out, rank = planned.job, planned.out, planned.rank
-    if rank is None and (sent := sent_before(job, out, planned.destination, flags)):
-        tell_sent_before(job, out, sent, flags, tell)
+    sent = sent_before(job, out, planned.destination, flags) if rank is None or flags.skips else None
+    if sent and (rank is None or "version" in sent):  # what several have sent, they find for themselves
+        if flags.speaks:
+            tell_sent_before(job, out, sent, flags, tell)
         return
     report = report_of(job, out)
     lines, extra = _explained(chooser, report)

@@ -72,7 +72,7 @@ def sent_before(job: Job, out: Path, destination: Destination | None, flags: Fla
     anew = flags.restart or (flags.overwrite and not flags.skips)
     if destination is None or flags.keeps or anew or begun:
         return None
-    return already_sent(job, out, destination)
+    return already_sent(job, out, destination, by_any=flags.skips)
 
 
 def tell_complete(job: Job, out: Path, destination: Destination | None, flags: Flags, tell: Tell) -> None:
@@ -82,10 +82,10 @@ def tell_complete(job: Job, out: Path, destination: Destination | None, flags: F
         return
     from qconvert.convert.send_written import send_where_lacking
 
-    sent, before = send_where_lacking(job, out, destination)
+    sent, before = send_where_lacking(job, out, destination, by_any=flags.skips)
     tell_skipped(job, out, flags, tell, sent)
     if flags.talks:
-        click.echo(_told_there(sent) if before else _told_sent(sent), err=True)
+        click.echo(told_there(sent) if before else _told_sent(sent), err=True)
 
 
 def tell_sent_before(job: Job, out: Path, sent: Json, flags: Flags, tell: Tell) -> None:
@@ -101,11 +101,19 @@ def tell_sent_before(job: Job, out: Path, sent: Json, flags: Flags, tell: Tell) 
     elif flags.quiet:
         click.echo(sent["url"])
     else:
-        click.echo(_told_there(sent), err=True)
+        click.echo(told_there(sent), err=True)
 
 
-def _told_there(sent: Json) -> str:
-    return f"{sent['to']}: already complete, by commit {sent['commit']}; nothing was sent"
+def told_there(sent: Json) -> str:
+    """What is said of an output that is at its destination: by which commit, and whose, if another's."""
+    there = f"{sent['to']}: already complete, by commit {sent['commit']}"
+    if "version" not in sent:
+        return f"{there}; nothing was sent"
+    from qconvert.convert.hub_repository import VERSION
+
+    this = f"this is {VERSION}" if sent["version"] != VERSION else "with other kernels or packages than here"
+    again = "to make it again, leave out --skip-existing and give --overwrite"
+    return f"{there} of {sent['version']} ({this}); nothing was sent\n{again}"
 
 
 def _told_sent(sent: Json) -> str:

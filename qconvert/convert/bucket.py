@@ -13,6 +13,7 @@ from pathlib import Path
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.object_store import Place, explained, open_place
 from qconvert.convert.bucket_files import MARK, BucketFiles
+from qconvert.convert.known_as import KnownAs
 from qconvert.core.dtypes import Json
 from qconvert.errors import OutputExists, UnsupportedModel
 
@@ -37,10 +38,10 @@ class Bucket:
     def shown(self) -> str:
         return self._url
 
-    def sent(self, job: str, weights: Collection[str]) -> Json | None:
+    def sent(self, job: KnownAs, weights: Collection[str], *, by_any: bool = False) -> Json | None:
         return None  # objects do not say which job has made them
 
-    def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
+    def begin(self, job: KnownAs, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         self._overwrite = overwrite or resumed
         if self._place.is_web:
             raise UnsupportedModel(f"{self._url}: a web server accepts no output", "name a bucket: s3://...")

@@ -20,7 +20,7 @@ from pathlib import Path
 from qconvert.convert.as_planned import PlannedRows
 from qconvert.convert.execute import run_job
 from qconvert.convert.job import Job
-from qconvert.convert.publish import job_hash
+from qconvert.convert.known_as import job_hash
 from qconvert.convert.resume import LeftUnfinished, RunJournal
 from qconvert.convert.run_memory import block_bytes_of
 from qconvert.convert.stages import Stages

@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 from qconvert.checkpoint.hub_errors import network_error, refusal
 from qconvert.checkpoint.hub_file import may_pass, wait_after
 from qconvert.checkpoint.network import Attempts, Network
+from qconvert.convert.known_as import KnownAs
 from qconvert.core.dtypes import Json
-from qconvert.core.version import __version__
+from qconvert.core.version import NUMERICS, __version__
 from qconvert.errors import REPORT, BadRecipe, CheckFailed, NotTaken, OutputExists, SourceUnavailable, shown
 
 T = TypeVar("T")
@@ -33,8 +34,11 @@ _CHANGED, _GONE = (409, 412), 404
 # What the Hub's client takes, measured on files of 1 GB: through xet 348 to 369 MB, with any settings; by
 # plain HTTP, by which a process sends that is to take less than a GB, 15 to 22 MB.
 _BY_XET, _BY_HTTP, _LEAST_FOR_XET = 400_000_000, 24_000_000, 1_000_000_000
-# In the description of the commit that makes an output visible: the hash of its job.
-_JOB = "qconvert job"
+# In the description of the commit that makes an output visible: the hash of its job, and what was asked of
+# which version.
+_JOB, _ASKED = "qconvert job", "asked"
+_VERSION = re.compile(r" of (qconvert [\w.+-]+, numerics \d+)")
+VERSION = f"qconvert {__version__}, numerics {NUMERICS}"
 
 
 def repository_named(target: str) -> tuple[str, str]:
@@ -83,7 +87,7 @@ class HubRepository:
         self._repo, self._branch = repository_named(target)
         self._by_xet = _sends_by_xet(memory)
         self._network, self._private = network, private
-        self._job, self._staging, self._head = "", "", ""
+        self._job, self._staging, self._head = KnownAs("", ""), "", ""
         self._staged: dict[str, str] | None = None
         self._visible: dict[str, str] = {}
         self._texts: frozenset[str] = frozenset()
@@ -94,28 +98,39 @@ class HubRepository:
     def shown(self) -> str:
         return self._repo if self._branch == _MAIN else f"{self._repo}@{self._branch}"
 
-    def sent(self, job: str, weights: Collection[str]) -> Json | None:
+    def sent(self, job: KnownAs, weights: Collection[str], *, by_any: bool = False) -> Json | None:
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         self._know(job)
         try:
-            commits = self._ask(lambda: _api().list_repo_commits(self._repo, revision=self._branch))
-            made = next((each for each in commits if f"{_JOB} {job}" in each.message), None)
-            if made is None:
+            commits = self._ask(lambda: list(_api().list_repo_commits(self._repo, revision=self._branch)))
+            made = next((each for each in commits if f"{_JOB} {job.job}" in each.message), None)
+            if made is not None:
+                return self._told(made.commit_id) if self._has_all_of(made.commit_id, weights) else None
+            asked = f"{_ASKED} {job.asked}"
+            made = next((each for each in commits if by_any and asked in each.message), None)
+            if made is None or not self._has_all_of(made.commit_id, weights):
                 return None
-            now, then = (self._files(revision)[0] for revision in (self._branch, made.commit_id))
         except NotTaken as refused:
             if isinstance(refused.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
                 return None
             raise
-        whole = all(name in then and now.get(name) == then[name] for name in weights)
-        return self._told(made.commit_id) if whole else None
+        version = _VERSION.match(made.message.partition(asked)[2])
+        return {**self._told(made.commit_id), "version": version[1] if version else "another version"}
 
-    def _know(self, job: str) -> None:
+    def _has_all_of(self, commit: str, weights: Collection[str]) -> bool:
+        """Whether these weights of a commit are there unchanged; of a folder, divided as they were then."""
+        now, then = (self._files(revision)[0] for revision in (self._branch, commit))
+        shards = [name for name in then if name.endswith(_STALE[0])]
+        in_shards = any(name.endswith(_STALE[0]) for name in weights) and not then.keys() >= set(weights)
+        names = shards if in_shards else weights
+        return bool(names) and all(name in then and now.get(name) == then[name] for name in names)
+
+    def _know(self, job: KnownAs) -> None:
         """Know the job, and by that its staging branch."""
-        self._job, self._staging = job, f"qconvert-{job[:12]}"
+        self._job, self._staging = job, f"qconvert-{job.job[:12]}"
 
-    def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
+    def begin(self, job: KnownAs, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         self._know(job)
         self._create()
         self._look()
@@ -208,7 +223,7 @@ class HubRepository:
                 self._repo,
                 operations(),
                 commit_message=f"Model by qconvert {__version__}",
-                commit_description=f"{_JOB} {self._job}",
+                commit_description=f"{_JOB} {self._job.job}\n{_ASKED} {self._job.asked} of {VERSION}",
                 revision=self._branch,
                 parent_commit=self._head,
             )

@@ -8,17 +8,16 @@ verified, and is at the destination; nothing that is not whole is visible there.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.convert.files_at import FilesAt
+from qconvert.convert.known_as import KnownAs, known_as
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.errors import QConvertError
@@ -49,12 +48,16 @@ class Destination(Protocol):
         """Its files, where the output is whole once they are; None where a commit says that it is."""
         ...
 
-    def sent(self, job: str, weights: Collection[str]) -> Json | None:
-        """What `finish` has said of these weights of this job, where they are visible there unchanged."""
+    def sent(self, job: KnownAs, weights: Collection[str], *, by_any: bool = False) -> Json | None:
+        """What `finish` has said of these weights of this job, where they are visible there unchanged.
+
+        Where `by_any` version of qconvert will do, and this one has sent nothing: those of a job that was
+        asked for the same; `version` says then whose they are.
+        """
         ...
 
-    def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
-        """Make sure that the output can go there; `job` is a hash that tells jobs apart.
+    def begin(self, job: KnownAs, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
+        """Make sure that the output can go there.
 
         OutputExists where another model is there, unless `overwrite`; one of this very job may be, and what
         a `resumed` run has sent.
@@ -89,16 +92,6 @@ class _Sent:
     @property
     def hashes(self) -> Hashes:
         return Hashes(self.files, self.tensors)
-
-
-def job_hash(facts: Json) -> str:
-    """The SHA-256 of the facts that tell jobs apart."""
-    return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def sent_hash(facts: Json) -> str:
-    """The hash by which a destination knows a job: what stays on this disk does not count."""
-    return job_hash({name: fact for name, fact in facts.items() if name != "dropped"})
 
 
 def weight_names(job: Job, out: Path) -> list[str]:
@@ -256,7 +249,7 @@ def publishing(
     if destination is None:
         yield None
         return
-    name, weights = sent_hash(journal.job), weight_names(job, out)
+    name, weights = known_as(journal.job), weight_names(job, out)
     destination.begin(name, weights, overwrite=job.options.overwrite, resumed=journal.resumed)
     publication = Publication(destination, job, out, output, journal, outcome)
     try:

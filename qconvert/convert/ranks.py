@@ -21,7 +21,8 @@ from pathlib import Path
 from qconvert.convert.execute import with_all_scales
 from qconvert.convert.existing import is_written
 from qconvert.convert.job import Job, Result
-from qconvert.convert.publish import Destination, job_hash, sent_hash, weight_names
+from qconvert.convert.known_as import job_hash, known_as
+from qconvert.convert.publish import Destination, weight_names
 from qconvert.convert.ranks_elsewhere import execute_elsewhere
 from qconvert.convert.run_memory import block_bytes_of
 from qconvert.convert.send_written import send_where_lacking
@@ -70,7 +71,7 @@ def execute_with_others(
         return None
     if destination is not None:
         weights = weight_names(job, out)
-        destination.begin(sent_hash(sent), weights, overwrite=job.options.overwrite, resumed=False)
+        destination.begin(known_as(sent), weights, overwrite=job.options.overwrite, resumed=False)
     settings = {"block_bytes": block_bytes_of(job), "replaces": _taken(job, out)}
     try:
         folder = SharedFolder(shared_folder(out), facts, settings)

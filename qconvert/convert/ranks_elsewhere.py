@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from qconvert.convert.job import Job, Result
-from qconvert.convert.publish import Destination, sent_hash, weight_names
+from qconvert.convert.known_as import KnownAs, known_as
+from qconvert.convert.publish import Destination, weight_names
 from qconvert.convert.run_memory import block_bytes_of
 from qconvert.convert.shared_job import Done, SharedJob
 from qconvert.convert.writing import Listener
@@ -35,16 +36,16 @@ def execute_elsewhere(
     job from others: at the destination, and on this disk. Raises what `ranks.execute_with_others` does.
     """
     there, here = facts
-    known_as, weights = sent_hash(there), weight_names(job, out)
+    known, weights = known_as(there), weight_names(job, out)
 
     def is_sent() -> bool:
-        return destination.sent(known_as, weights) is not None
+        return destination.sent(known, weights) is not None
 
     if is_sent():
         if discard_shared(out, here):  # of a process that was killed when it was done
             destination.clear()
         return None
-    destination.begin(known_as, weights, overwrite=job.options.overwrite, resumed=False)
+    destination.begin(known, weights, overwrite=job.options.overwrite, resumed=False)
     try:
         folder = SharedFolder(shared_folder(out), here, {"block_bytes": block_bytes_of(job)})
     except (OSError, QConvertError):
@@ -56,7 +57,7 @@ def execute_elsewhere(
             folder.remove()
             return None
         shared = _Elsewhere(job, out, folder, listen, done, destination)
-        shared.known_as = known_as
+        shared.known = known
         shared.require_sent()
         return shared.carried_out(rank)
     finally:
@@ -66,7 +67,7 @@ def execute_elsewhere(
 class _Elsewhere(SharedJob):
     """One whose output gets no name on this disk."""
 
-    known_as = ""
+    known: KnownAs
 
     def is_published(self) -> bool:
         """Whether another process has finished: it removes the folder then, and before that nothing."""
@@ -74,7 +75,7 @@ class _Elsewhere(SharedJob):
 
     def _is_sent(self) -> bool:
         assert self.destination is not None
-        return self.destination.sent(self.known_as, weight_names(self.job, self.out)) is not None
+        return self.destination.sent(self.known, weight_names(self.job, self.out)) is not None
 
     def require_sent(self) -> None:
         """Raise QConvertError where the destination has lost what a receipt says that it took."""
@@ -83,7 +84,7 @@ class _Elsewhere(SharedJob):
         for again in (False, True):
             if again:  # what has come since `begin` was not known then
                 self.destination.begin(
-                    self.known_as, weight_names(self.job, self.out), overwrite=overwrite, resumed=False
+                    self.known, weight_names(self.job, self.out), overwrite=overwrite, resumed=False
                 )
             lacking = [name for name, receipt in self._receipts().items() if not self._holds(name, receipt)]
             if not lacking:
