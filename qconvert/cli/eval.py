@@ -14,11 +14,11 @@ from qconvert.cli.eval_output import (
     check_target,
     command_line,
     report_option,
-    show_report,
     show_reports,
     write,
 )
 from qconvert.cli.eval_ranks import check_divided, report_with_others
+from qconvert.cli.eval_weights import compared, weights
 from qconvert.cli.events import stage_to
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.launchers import rank_option
@@ -31,7 +31,6 @@ from qconvert.cli.options import (
     examples,
     jobs_option,
     json_option,
-    model_argument,
     models_argument,
     quiet_option,
     revision_option,
@@ -233,7 +232,7 @@ def _written(
     report = replace(report, command=command_line(), request=request)
     if stem is not None:
         if report.reference is not None and report.saved_reference is None and not report.partial:
-            report = replace(report, weights=tuple(_compared(report, options["revision"])))
+            report = replace(report, weights=tuple(_compared(report, options)))
         write(report, stem, quiet=options["quiet"])
     return report
 
@@ -269,15 +268,13 @@ def _finished(stem: Path, request: Json, quiet: bool) -> PerplexityReport | None
     return report
 
 
-def _compared(report: PerplexityReport, revision: str | None) -> Iterator[WeightReport]:
+def _compared(report: PerplexityReport, options: dict[str, Any]) -> Iterator[WeightReport]:
     """The errors of the weights of every model, in the order of the report."""
-    from qconvert.evaluate.measure import weights
-
     reference, *others = report.models
     for model in others:
         if reference.origin is not None and model.origin is not None:
-            names = (reference.origin.name, model.origin.name)
-            yield weights(*names, labels=(reference.label, model.label), revision=revision)
+            names, labels = (reference.origin.name, model.origin.name), (reference.label, model.label)
+            yield compared(names, options["events"], labels=labels, revision=options["revision"], quiet=True)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -313,35 +310,7 @@ def _check_saving(options: dict[str, Any]) -> None:
         raise BadRecipe("--save-reference: which model is the reference?", "name it with --reference MODEL")
 
 
-@command.command(
-    "weights",
-    short_help="Errors of the weights, by role and layer.",
-    epilog=examples("qconvert eval weights ./model ./model-int4-g128"),
-)
-@model_argument("a")
-@model_argument("b")
-@report_option
-@json_option
-@quiet_option("only the report")
-@revision_option
-def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revision: str | None) -> None:
-    """Measure the errors of B's weights against A's, by role and layer.
-
-    A is the original model, B what was made of it. Needs no text and no decoder.
-    """
-    check_target(out)
-    report = _weights(a, b, revision)
-    if not report.errors and not report.equal:
-        raise BadRecipe(f"{a} and {b}: no weight of one is in the other", "compare two forms of one model")
-    if out is not None:
-        write(report, out, quiet=quiet or as_json)
-    show_report(report, as_json=as_json)
-
-
-def _weights(a: str, b: str, revision: str | None) -> WeightReport:
-    from qconvert.evaluate.measure import weights
-
-    return replace(weights(a, b, revision=revision), command=command_line())
+command.add_command(weights)
 
 
 def _measure(

@@ -125,13 +125,21 @@ def _check_within(device: str, *, samples: bool) -> None:
 
 
 def weights(
-    a: str, b: str, *, labels: tuple[str, str] | None = None, revision: str | None = None
+    a: str,
+    b: str,
+    *,
+    labels: tuple[str, str] | None = None,
+    revision: str | None = None,
+    progress: Callable[[float, int], None] = lambda done, total: None,
 ) -> WeightReport:
-    """The errors of B's weights against A's, both paths or Hub names."""
+    """The errors of B's weights against A's, both paths or Hub names.
+
+    `progress` is told how many weights of how many are compared.
+    """
     found = [resolve(name, revision=revision) for name in (a, b)]
     checkpoints = [open_checkpoint(each.path) for each in found]
     first, second = labels or labels_of((a, b))
-    report = compare_weights(checkpoints[0], checkpoints[1], (first, second))
+    report = compare_weights(checkpoints[0], checkpoints[1], (first, second), progress)
     origins = (
         origin_of(checkpoint, name, each.commit)
         for checkpoint, name, each in zip(checkpoints, (a, b), found, strict=True)

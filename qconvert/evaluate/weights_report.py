@@ -6,8 +6,9 @@ The relative RMS error of a weight, `|b - a| / |a|`, is 0.1 for a plain 4-bit gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from qconvert.check import compare
@@ -92,11 +93,23 @@ def layer_grids(reports: Iterable[WeightReport]) -> tuple[Grid, ...]:
     return tuple(grids)
 
 
-def compare_weights(a: Checkpoint, b: Checkpoint, labels: tuple[str, str]) -> WeightReport:
-    """Every weight of A against its counterpart in B, in bounded blocks of rows."""
+def compare_weights(
+    a: Checkpoint,
+    b: Checkpoint,
+    labels: tuple[str, str],
+    progress: Callable[[float, int], None] = lambda done, total: None,
+) -> WeightReport:
+    """Every weight of A against its counterpart in B, in bounded blocks of rows.
+
+    `progress` is told how many weights of A's are compared.
+    """
     errors, equal, notes = [], 0, []
     order = {name: i for i, name in enumerate(a.architecture.parameters)}
+    counts = {name: prod(tensor.shape) for name, tensor in a.tensors.items() if name not in a.ignored}
+    done, total = 0, sum(counts.values())
     for found in compare.compare_checkpoints(a, b):
+        done += counts.pop(found.name, 0)
+        progress(done, total)
         difference = found.difference
         if found.status == "equal":
             equal += 1

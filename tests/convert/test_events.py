@@ -193,6 +193,22 @@ def test_statistics_and_perplexity_are_told(here: Path, text: Path) -> None:
     assert (ran[0]["unit"], scored[0]["unit"], scored[0]["models"]) == ("pass", "window", ["embedded"])
 
 
+def test_weights_that_are_compared_are_told(here: Path, text: Path) -> None:
+    """Alone, and for the report of perplexities, where they are a run after the windows."""
+    made("quantize", "embedded", "--bits", 8, "-o", "o")
+    ran = qconvert("eval", "weights", "embedded", "o", "--events", "e.jsonl", "--json")
+    assert ran.code == 0, ran.err
+    ((stage, run),) = stages(here / "e.jsonl")
+    assert (stage, run[0]["unit"], run[0]["models"]) == ("compare", "weight", ["embedded", "o"])
+    assert run[-2]["total"] == qconvert("inspect", "embedded", "--json").json["parameters"]
+    call = ("eval", "perplexity", "o", "--reference", "embedded", "--text", "text.txt", "--context", 64)
+    assert qconvert(*call, "-o", "r", "--events", "f.jsonl", "-q").code == 0
+    assert [stage for stage, _ in stages(here / "f.jsonl")] == ["evaluate", "compare"]
+    assert qconvert("eval", "weights", "embedded", "nowhere", "--events", "g.jsonl").code == 1
+    end = told(here / "g.jsonl")[-1]
+    assert not end["ok"] and "nowhere" in end["error"]["fact"]
+
+
 def test_a_stage_that_fails_or_is_interrupted_says_so(
     here: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
