@@ -9,6 +9,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/co
 CRASH_TESTS := $(addprefix tests/,\
 	convert/test_crash.py convert/test_crash_calibrated.py convert/test_crash_states.py \
 	convert/test_failing_disk.py convert/test_ranks.py convert/test_push.py convert/test_push_ranks.py \
+	convert/test_drop_ranks.py \
 	checkpoint/test_http_ranges.py checkpoint/test_hub_streaming.py)
 
 .PHONY: demo test crash fuzz clients lint clean
