@@ -208,7 +208,7 @@ def _write(planned: Planned, chooser: Explained | None, chosen_in: float, flags:
     if result is None:  # another process has named the output, and tells of it
         return
     seconds = chosen_in + time.perf_counter() - started
-    write_beside(job, out, result, flags)
+    write_beside(job, out, result, flags, planned.destination)
     _tell_done(job, result, report, lines, extra, seconds, flags, tell)
 
 
@@ -251,22 +251,37 @@ def check_beside(out: Path, flags: Flags) -> None:
         check_sidecars(out, flags.beside, overwrite=flags.overwrite)
 
 
-def write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
+def write_beside(
+    job: Job, out: Path, result: Result, flags: Flags, destination: Destination | None = None
+) -> None:
     """Write what was asked for beside a GGUF: a card of it as it is read back, a Modelfile, a manifest.
 
     A manifest that is there already is of an earlier file of this name, and is written again.
     """
     if not job.compiled.is_gguf:
         return
+    from tempfile import TemporaryDirectory
+
     from qconvert.convert import gguf_sidecars
+
+    target = gguf_sidecars.sidecar(result.path, gguf_sidecars.MANIFEST)
+    if destination is None or destination.files is None:
+        write_texts_beside(job, result.path, flags)
+        if target.exists() or gguf_sidecars.MANIFEST in flags.beside:
+            _write_manifest(target, job, out, result)
+    elif gguf_sidecars.MANIFEST in flags.beside or destination.files.manifest(result.path.name):
+        with TemporaryDirectory(prefix="qconvert-") as folder:
+            made = Path(folder) / target.name
+            _write_manifest(made, job, out, result)
+            destination.put(made.name, made, "")
+
+
+def _write_manifest(target: Path, job: Job, out: Path, result: Result) -> None:
     from qconvert.convert.manifest import manifest, write_manifest
 
-    write_texts_beside(job, result.path, flags)
-    target = gguf_sidecars.sidecar(result.path, gguf_sidecars.MANIFEST)
-    if target.exists() or gguf_sidecars.MANIFEST in flags.beside:
-        sizes = {file.name: file.size for file in job.container.files(out)}
-        record = manifest(job.source, job.compiled, result.outcome, result.hashes, sizes, job.options)
-        write_manifest(target, record, job.compiled, result.outcome, result.hashes)
+    sizes = {file.name: file.size for file in job.container.files(out)}
+    record = manifest(job.source, job.compiled, result.outcome, result.hashes, sizes, job.options)
+    write_manifest(target, record, job.compiled, result.outcome, result.hashes)
 
 
 def _tell_scaling(job: Job, flags: Flags) -> None:

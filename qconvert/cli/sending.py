@@ -39,12 +39,20 @@ def check_sending(flags: Flags) -> None:
         raise BadRecipe("--push-to: given together with an object storage", _LEAVE_OUT)
     if not flags.verify:
         raise BadRecipe(f"--no-verify: given together with {to}, which sends what was verified", _LEAVE_OUT)
-    if flags.beside and not flags.keeps:
-        raise BadRecipe("--card, --modelfile: no local file is kept", "leave them out")
+    if not flags.keeps:
+        _check_beside(flags)
     if flags.drop_pushed and flags.reads_back:
         raise BadRecipe(
             f"--drop-pushed: --method {flags.method} reads what it has written once more", _LEAVE_OUT
         )
+
+
+def _check_beside(flags: Flags) -> None:
+    """Raise BadRecipe for files beside an output that is not kept here; a bucket has room for a manifest."""
+    from qconvert.convert.gguf_sidecars import MANIFEST
+
+    if set(flags.beside) - ({MANIFEST} if flags.to_store else set()):
+        raise BadRecipe("--card, --modelfile: no local file is kept", "leave them out")
 
 
 def destination_of(flags: Flags, out: Path) -> Destination | None:

@@ -52,7 +52,8 @@ def is_complete(job: Job, out: Path, flags: Flags, destination: Destination | No
             return is_written(job, out, read=read, manifest=MANIFEST in flags.beside)
         if any(path.exists() for path in job.container.partial(out)):
             return False
-        return is_written(job, out, read=read, at=at, shown_as=destination.shown)
+        manifest = MANIFEST in flags.beside
+        return is_written(job, out, read=read, manifest=manifest, at=at, shown_as=destination.shown)
     except OutputExists:
         if not flags.overwrite:
             raise

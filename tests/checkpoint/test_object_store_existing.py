@@ -19,6 +19,7 @@ from tests.checkpoint.test_object_store import (  # noqa: F401
     server,
 )
 from tests.support.commands import failed, qconvert
+from tests.support.fake_hub import sha256
 
 REDO = "add --overwrite: it then writes again what is not complete, and leaves the rest"
 OUT = "s3://bucket/made/out"
@@ -142,11 +143,25 @@ def test_what_a_killed_run_has_left_there_is_completed(
     assert "already complete, skipped" in qconvert(*command, "--skip-existing").err
 
 
-def test_a_gguf_without_hashes_is_not_verified(bucket: Any, here: Path) -> None:  # noqa: F811
+def test_a_gguf_is_verified_by_the_manifest_beside_it(bucket: Any, here: Path) -> None:  # noqa: F811
     assert qconvert(*GGUF).code == 0
     first = min(objects(bucket, "gguf"))
     ran = qconvert(*GGUF, "--verify-existing")
     assert f"no SHA-256 of {first} is recorded to compare it with" in failed_because(ran)
+    ran = qconvert(*GGUF, "--manifest", "--skip-existing")
+    assert "m.qconvert.json is missing or damaged" in failed_because(ran)
+    assert qconvert(*GGUF, "--manifest", "--overwrite").code == 0
+    before = objects(bucket, "gguf")
+    recorded_ = {file["name"]: file["sha256"] for file in json.loads(before["m.qconvert.json"])["files"]}
+    assert recorded_ == {name: sha256(blob) for name, blob in before.items() if name.endswith(".gguf")}
+    ran = qconvert(*GGUF, "--verify-existing")
+    assert (ran.code, ran.err) == (0, "s3://bucket/gguf/m.gguf: already complete, skipped\n")
+    obstore.put(bucket, f"gguf/{first}", before[first][:-1] + bytes([before[first][-1] ^ 1]))
+    assert "is not what was recorded of it" in failed_because(qconvert(*GGUF, "--verify-existing"))
+    other_type = [word if word != "q8_0" else "q4_0" for word in GGUF]
+    assert qconvert(*other_type, "--overwrite").code == 0, "its manifest is written again"
+    assert "already complete" in qconvert(*other_type, "--verify-existing").err
+    assert "--card, --modelfile: no local file is kept" in qconvert(*GGUF, "--card").err
 
 
 def test_of_several_models_those_that_are_there_are_skipped(bucket: Any, here: Path) -> None:  # noqa: F811
