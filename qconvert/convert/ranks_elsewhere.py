@@ -58,7 +58,6 @@ def execute_elsewhere(
             return None
         shared = _Elsewhere(job, out, folder, listen, done, destination)
         shared.known = known
-        shared.require_sent()
         return shared.carried_out(rank)
     finally:
         folder.close()
@@ -76,6 +75,16 @@ class _Elsewhere(SharedJob):
     def _is_sent(self) -> bool:
         assert self.destination is not None
         return self.destination.sent(self.known, weight_names(self.job, self.out)) is not None
+
+    def carried_out(self, rank: Rank) -> Result | None:
+        try:
+            self.require_sent()
+        except (OSError, QConvertError):
+            if not self._is_sent():
+                raise
+            self.overtaken()  # the folder was removed as it was looked at
+            return None
+        return super().carried_out(rank)
 
     def require_sent(self) -> None:
         """Raise QConvertError where the destination has lost what a receipt says that it took."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from qconvert.convert.ranks_elsewhere import _Elsewhere
 from tests.convert.test_push_ranks import (  # noqa: F401
     BOTH,
     again,
@@ -141,6 +142,24 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
             overtaken += 1
         assert published(hub, kind), request
     assert overtaken > 2
+
+
+def test_a_process_is_done_when_another_finishes_as_it_looks_at_receipts(
+    hub: FakeHub,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The folder is removed between the question whether all is sent and the look at what is."""
+    real = _Elsewhere.require_sent
+
+    def late(self: _Elsewhere) -> None:
+        monkeypatch.setattr(_Elsewhere, "require_sent", real)
+        assert forked(running(*drop("shards", 0, 2))) == 0
+        real(self)
+
+    monkeypatch.setattr(_Elsewhere, "require_sent", late)
+    ran = qconvert(*drop("shards", 1, 2))
+    assert _Elsewhere.require_sent is real
+    assert ran.code == 0 and published(hub, "shards"), ran.err
 
 
 def test_one_process_tells_and_what_is_there_is_left(hub: FakeHub) -> None:  # noqa: F811
