@@ -138,10 +138,8 @@ class HubRepository:
         names = [*self._visible, *self._texts]
         self._stale = [n for n in names if folder and n.endswith(_STALE) and n not in weights]
         taken = [*self._stale, *(name for name in weights if name in self._visible)]
-        if taken and not (overwrite or resumed or self.sent(job, weights)):
-            raise OutputExists(
-                f"{self.shown}: holds {min(taken)} already", "use --overwrite, or push to another branch"
-            )
+        if taken and not (overwrite or resumed):
+            self._require_same(min(taken), self.sent(job, weights, by_any=True))
         if not overwrite:
             self._stale = []
         try:
@@ -149,6 +147,16 @@ class HubRepository:
         except NotTaken as refused:
             if _status(refused) != _GONE:
                 raise
+
+    def _require_same(self, name: str, there: Json | None) -> None:
+        """Raise OutputExists for a file of another model than the one that is `there` by this very job."""
+        if there is not None and "version" not in there:
+            return
+        by, hint = "", "use --overwrite, or push to another branch"
+        if there is not None:
+            by = f", by {there['version']} with the same recipe"
+            hint = "use --skip-existing to leave it, or --overwrite to make it again"
+        raise OutputExists(f"{self.shown}: holds {name} already{by}", hint)
 
     def put(self, name: str, path: Path, sha256: str) -> str:
         if sha256 in self._known(name):

@@ -53,7 +53,8 @@ def test_what_another_version_has_pushed_is_skipped(
     assert told["skipped"] and (told["sent"]["commit"], told["sent"]["version"]) == (commit, OLD)
     assert (pushed(hub), counted(hub)) == (before, done) and not list(here.glob("out*"))
     ran = qconvert(*command)
-    assert ran.code == 1 and "org/new: holds m" in ran.err, "unless it is skipped"
+    assert ran.code == 1 and "Error: org/new: holds m" in ran.err, "unless it is skipped"
+    assert f" already, by {OLD} with the same recipe\nHint: use --skip-existing to leave it" in ran.err
 
 
 def test_what_is_made_again_is_of_this_version(hub: FakeHub, here: Path) -> None:  # noqa: F811
