@@ -16,6 +16,7 @@ from qconvert.quant.codebook import wide
 from qconvert.quant.ggml import encode_rows
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cpu import row_decoding
 from qconvert.runtime.cpu.byte_dots import byte_routine
 from qconvert.runtime.cpu.dots import ROUTINES
 from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
@@ -242,6 +243,18 @@ def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
     )
     routines = ROUTINES | {name: byte_routine(name) for name in bytes_}
     assert len(routines) == 15 + 4 and all(made.__qualname__ == name for name, made in routines.items())
+    decoders = [made for name, made in vars(row_decoding).items() if name.startswith("_decode_")]
+    assert len({made.__qualname__ for made in decoders}) == len(decoders) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("group", "width"), [(48, 96), (48, 288), (80, 320), (112, 448)])
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_groups_begin_and_end_anywhere(bits: int, group: int, width: int, dtype: torch.dtype) -> None:
+    for symmetric in (True, False):
+        value = random_value(AffineInt(bits, group, symmetric, DType.F32), 5, width)
+        exact = place_rows(value, CPU, dtype).rows(slice(None))
+        assert torch.equal(packed(value, dtype).rows(slice(None)), exact)
 
 
 def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:

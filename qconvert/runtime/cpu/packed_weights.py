@@ -22,7 +22,8 @@ from qconvert.runtime.cpu.coded_dots import TABLE_NUMBERS
 from qconvert.runtime.cpu.kernel_args import BF16, F16, F32, I8, LINEAR
 from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.packed_spec import Levels, Recipe, recipe_for
-from qconvert.runtime.cpu.products import decode_rows, multiply_few
+from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.cpu.row_decoding import decode_rows
 from qconvert.runtime.cpu.simd import BLOCK, PART
 from qconvert.runtime.storage import as_tensor, multiply_decoded
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from qconvert.quant.simd.lanes import LANES, splat
 from qconvert.runtime.cpu.group_scales import scales_at, zeros_at
 from qconvert.runtime.cpu.packed_weights import GroupNumbers, PackedGrid
-from qconvert.runtime.cpu.products import KINDS, codes_at
+from qconvert.runtime.cpu.row_decoding import KINDS, codes_at
 from qconvert.runtime.cpu.shared_kernels import SharedKernel
 from qconvert.runtime.cpu.simd import BLOCK, routine, store_bf16, store_f32
 from qconvert.runtime.cpu.tile_dots import PANEL
