@@ -12,12 +12,16 @@ CRASH_TESTS := $(addprefix tests/,\
 	convert/test_drop_ranks.py \
 	checkpoint/test_http_ranges.py checkpoint/test_hub_streaming.py)
 
-.PHONY: demo test crash fuzz clients lint clean
+.PHONY: demo test suite crash fuzz clients lint clean
 
 demo: $(PACKAGE)
 	$(BIN)/qconvert demo
 
-test: $(INSTALLED) lint
+# mypy, on one core for half a minute, runs beside the suite, half of whose time is other than computing.
+test: $(INSTALLED)
+	$(MAKE) --no-print-directory --jobs 2 lint suite
+
+suite: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2
 
 # Kills conversions at every call that changes a file; the tests try some of them.

@@ -33,7 +33,7 @@ TYPES = ("--types", "q4_0,q5_0,q8_0", "--target-size", "5.6bpw")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     """Two layers of an untied Llama, and how their codes are chosen."""
     folder = tmp_path_factory.mktemp("candidates")
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     (folder / "text.txt").write_text("A text of many words, which nobody needs to understand. " * 40)
     model = tiny(folder / "model", "llama", tied=False, max_position_embeddings=128, **sizes)
     return (model, "--text", folder / "text.txt", *TEXT)

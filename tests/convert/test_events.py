@@ -237,9 +237,9 @@ def test_silence_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with events.stage_to(here / "e.jsonl", "weigh", ["m"], "pass"):
         time.sleep(0.5)
     assert len(told(here / "e.jsonl")) > 5
-    make = runner._make
+    make, model = runner._make, tiny(here / "model", num_hidden_layers=1)
     monkeypatch.setattr(runner, "_make", lambda *args: (time.sleep(0.2), make(*args))[1])
-    made("quantize", "embedded", "--bits", 4, "-o", "o", "--events", "f.jsonl", *SLOW)
+    made("quantize", model, "--bits", 4, "-o", "o", "--events", "f.jsonl", *SLOW)
     lines = told(here / "f.jsonl")
     blocks = len({line["bytes_read"] for line in lines if line["event"] == "progress"})
     assert sum(line["event"] == "progress" for line in lines) > 2 * blocks

@@ -22,7 +22,7 @@ READ = ("--text", "text.txt", "--tokens", 512, "--window", 64, "-j", 2)
 @pytest.fixture
 def model(here: Path) -> Path:
     """Two layers of an untied Llama, and a text beside it."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     (here / "text.txt").write_text("A text of many words, which nobody needs to understand. " * 40)
     return tiny(here / "model", "llama", tied=False, max_position_embeddings=128, **sizes)
 
@@ -123,7 +123,7 @@ def test_prices_of_something_else_are_refused(what: str, fact: str, model: Path)
     elif what == "method":
         words += ["--method", "feedback"]
     elif what == "model":
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         more = {"max_position_embeddings": 128, "seed": 1}
         words[1] = tiny(Path("other").absolute(), "llama", tied=False, **more, **sizes)
     elif what == "calibration":
