@@ -80,7 +80,7 @@ def with_mates(units: Sequence[Unit], plan: Plan) -> Plan:
 def bytes_read(units: Iterable[Unit]) -> int:
     """The bytes of the source that units read."""
     return sum(
-        form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width))
+        form_bytes(piece.tensor.encoding, (piece.stored_rows, piece.tensor.width))
         for unit in units
         for piece in unit.inputs
     )

@@ -60,7 +60,7 @@ def _input_row(unit: Unit, row: int) -> tuple[ModelTensor, int]:
     """The source tensor that holds a row of the unit, and the row's number there."""
     for piece in unit.inputs:
         if row < piece.rows:
-            return piece.tensor, piece.start + row * piece.step
+            return piece.tensor, piece.start + row // piece.pieces * piece.step
         row -= piece.rows
     raise AssertionError("a row outside the unit")
 

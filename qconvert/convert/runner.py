@@ -417,4 +417,7 @@ def read_slice(reader: Rows, piece: RowSlice) -> Value:
     value = reader.read(piece.tensor, piece.start, piece.stop)
     if piece.step != 1:
         value = value.with_arrays(tuple(np.ascontiguousarray(array[:: piece.step]) for array in value.arrays))
+    if piece.pieces > 1:
+        assert isinstance(value, DenseRows), piece
+        value = DenseRows(value.rows_RI.reshape(value.rows * piece.pieces, -1), value.dtype)
     return value if piece.factors is None else scaled_rows(value, piece)

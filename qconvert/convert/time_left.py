@@ -69,7 +69,8 @@ class Work:
         for unit, count in chain.from_iterable(plan.kinds for plan in plans):
             self._kind(unit).left += count * unit.output.rows * unit.source.width
             self.to_read += count * sum(
-                form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width)) for piece in unit.inputs
+                form_bytes(piece.tensor.encoding, (piece.stored_rows, piece.tensor.width))
+                for piece in unit.inputs
             )
             self.to_write += count * _written(unit, unit.output.rows)
 

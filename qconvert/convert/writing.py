@@ -148,7 +148,7 @@ def position_in(checkpoint: Checkpoint) -> Callable[[Block], tuple[int, int]]:
             row -= piece.rows
         begin, ((end, kind), *_) = arrays.of(piece.tensor)
         file, offset = source_offset(begin + end)
-        first = piece.start + row * piece.step
+        first = piece.start + row // piece.pieces * piece.step
         nbytes = TensorSpec("", *kind).nbytes if first else 0
         return file, offset + nbytes * first // max(1, piece.tensor.rows)
 

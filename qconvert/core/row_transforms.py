@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 TransformKind = Literal[
-    "interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose", "scale", "swap_groups", "int32"
+    "interleave_halves",
+    "plus_one",
+    "unit_rows",
+    "minus_exp",
+    "transpose",
+    "scale",
+    "swap_groups",
+    "int32",
+    "multiply",
 ]
 
 
@@ -14,7 +22,8 @@ TransformKind = Literal[
 class RowTransform:
     """One transform of a tensor's rows on the way into a GGUF file.
 
-    It applies to `rows` rows at a time: those of one head, or of one transposed block. `factor` and `groups`
+    It applies to `rows` rows at a time: those of one head, of one transposed block, or of each of two tensors
+    that are multiplied. `factor` and `groups`
     come from the model's GGUF declaration.
     """
 

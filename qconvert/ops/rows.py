@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Encoding
+from qconvert.core.encodings import AffineInt, Encoding, Unquantized
 from qconvert.core.row_transforms import RowTransform
 from qconvert.core.statistics import RowStatistics
 from qconvert.core.values import AffineIntRows, DenseRows, Value
@@ -173,18 +173,40 @@ class CutRows(Op):
         return DenseRows(value.rows_RI.reshape(value.rows * self.pieces, -1), value.dtype), CLEAN
 
 
+@dataclass(frozen=True, slots=True)
+class Multiply(Op):
+    """Multiply `rows` rows by the `rows` rows after them, number by number in float32; and so on.
+
+    So a tensor is made of two: their rows lie in turns, so many of the one, as many of the other.
+    """
+
+    rows: int
+
+    @property
+    def granule(self) -> int:
+        return self.rows
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        return Unquantized(DType.F32)
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        from qconvert.quant.row_changes import multiplied
+
+        assert isinstance(value, DenseRows)
+        return multiplied(value, self.rows), CLEAN
+
+
+_OPS: Mapping[str, Callable[[RowTransform, int], Op]] = {
+    "interleave_halves": lambda transform, width: InterleaveHalves(transform.rows),
+    "transpose": lambda transform, width: TransposeBlocks(transform.rows, width),
+    "scale": lambda transform, width: Scale(transform.factor),
+    "swap_groups": lambda transform, width: SwapGroups(*transform.groups),
+    "int32": lambda transform, width: CastIntegers(DType.I32),
+    "multiply": lambda transform, width: Multiply(transform.rows),
+}
+
+
 def op_of(transform: RowTransform, width: int) -> Op:
     """The operation of a row transform on rows of `width` numbers."""
-    match transform.change:
-        case "interleave_halves":
-            return InterleaveHalves(transform.rows)
-        case "transpose":
-            return TransposeBlocks(transform.rows, width)
-        case "scale":
-            return Scale(transform.factor)
-        case "swap_groups":
-            return SwapGroups(*transform.groups)
-        case "int32":
-            return CastIntegers(DType.I32)
-        case _:
-            return ChangeNumbers(transform.change)
+    make = _OPS.get(transform.change)
+    return make(transform, width) if make else ChangeNumbers(transform.change)

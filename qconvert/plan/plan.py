@@ -31,7 +31,8 @@ class RowSlice(NamedTuple):
     """Rows [start, stop) of a source tensor, or every `step`-th of them.
 
     With `zeros_like`, the number of a row, as many rows of zeros with that row's scales instead. With
-    `factors`, those of the whole tensor, plain numbers are read as what they become.
+    `factors`, those of the whole tensor, plain numbers are read as what they become. Each row of plain
+    numbers is cut into `pieces` rows, one after another, which are only taken together.
     """
 
     tensor: ModelTensor
@@ -40,10 +41,15 @@ class RowSlice(NamedTuple):
     step: int = 1
     zeros_like: int | None = None
     factors: Factors | None = None
+    pieces: int = 1
+
+    @property
+    def stored_rows(self) -> int:
+        return len(range(self.start, self.stop, self.step))
 
     @property
     def rows(self) -> int:
-        return len(range(self.start, self.stop, self.step))
+        return self.stored_rows * self.pieces
 
     @property
     def last(self) -> int:
@@ -52,11 +58,18 @@ class RowSlice(NamedTuple):
 
     def goes_on(self, piece: RowSlice) -> bool:
         """Whether a piece begins in the tensor where this one ends, both of consecutive rows."""
-        plain = self.step == piece.step == 1 and self.zeros_like is None and piece.zeros_like is None
+        plain = (
+            self.step == piece.step == self.pieces == piece.pieces == 1
+            and self.zeros_like is None
+            and piece.zeros_like is None
+        )
         return plain and self.tensor is piece.tensor and self.stop == piece.start
 
     def within(self, first: int, stop: int, step: int = 1) -> RowSlice:
         """Rows [first, stop) of this slice, or every `step`-th of them."""
+        if self.pieces > 1:
+            assert step == 1 and not first % self.pieces and not stop % self.pieces, "a row that is cut"
+            first, stop = first // self.pieces, stop // self.pieces
         begin = self.start + first * self.step
         last = self.start + (stop - 1) * self.step
         return self._replace(start=begin, stop=last + 1, step=self.step * step)

@@ -66,6 +66,12 @@ def scaled(value: DenseRows, factor: float) -> DenseRows:
     return DenseRows(rows_RI.astype(np.float32, copy=False), DType.F32)
 
 
+def multiplied(value: DenseRows, rows: int) -> DenseRows:
+    """Returns every block of `rows` rows times the block of as many rows after it, in float32."""
+    pairs = cast(value, DType.F32)[0].rows_RI.reshape(-1, 2, rows, value.width)
+    return DenseRows((pairs[:, 0] * pairs[:, 1]).reshape(-1, value.width), DType.F32)
+
+
 def rescaled(
     value: DenseRows, columns_RI: np.ndarray | None, divisors_R: np.ndarray | None, offset: float
 ) -> DenseRows:

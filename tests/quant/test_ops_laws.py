@@ -24,6 +24,7 @@ from qconvert.ops import (
     EncodeTable,
     InterleaveHalves,
     InterleaveMembers,
+    Multiply,
     NestScales,
     Op,
     PadColumns,
@@ -146,6 +147,23 @@ def test_rows_are_cut_one_after_another() -> None:
     cut, _ = CutRows(3).apply(whole)
     assert isinstance(cut, DenseRows) and cut.rows_RI.shape == (6, 4) and CutRows(3).granule == 3
     np.testing.assert_array_equal(cut.rows_RI.ravel(), np.arange(24))
+
+
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+def test_blocks_of_rows_in_turns_are_multiplied(dtype: DType) -> None:
+    """A block of one tensor, one of the other, and so on: in float32, and alike in parts."""
+    random = np.random.default_rng(2)
+    one, other = (random.standard_normal((6, 5), np.float32) for _ in range(2))
+    in_turns = np.concatenate([one[:3], other[:3], one[3:], other[3:]])
+    value, _ = Cast(dtype).apply(DenseRows(in_turns, DType.F32))
+    op = Multiply(3)
+    whole = op.apply(value)[0]
+    assert op.granule == 3 and encoding_of(whole) == op.infer(Unquantized(dtype)) == Unquantized(DType.F32)
+    rounded = decoded(value)
+    expected = np.concatenate([rounded[:3] * rounded[3:6], rounded[6:9] * rounded[9:]])
+    np.testing.assert_array_equal(decoded(whole), expected)
+    parts = [value.with_arrays(tuple(a[i : i + 6] for a in value.arrays)) for i in (0, 6)]
+    np.testing.assert_array_equal(np.concatenate([decoded(op.apply(part)[0]) for part in parts]), expected)
 
 
 def test_integers_go_into_32_bits_and_back() -> None:

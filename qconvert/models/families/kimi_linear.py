@@ -137,6 +137,11 @@ def _block_dimensions(config: Json, layer: int) -> dict[str, int]:
     }
 
 
+_KEYS = {
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+}
 KIMI_K3 = replace(
     d.DEEPSEEK_V3,
     name="Kimi-K3",
@@ -169,7 +174,7 @@ KIMI_K3 = replace(
         "latent": "routed_expert_hidden_size",
         "shared_rows": "num_shared_experts x moe_intermediate_size",
     },
-    keys={},
+    keys=_KEYS,
     fusions=(c.GATE_UP, *STACKS),
     spellings=(c.NESTED[1],),
     carried={r"(vision_tower|mm_projector)\..*": "vision"},
@@ -207,12 +212,7 @@ KIMI_LINEAR = replace(
         for slot in KIMI_K3.slots
         if "residual" not in slot.role and "latent_" not in slot.role and slot.role != "attn.gate"
     ),
-    keys={
-        "max_position_embeddings": "model_max_length",
-        "num_experts_per_tok": "num_experts_per_token",
-        "n_group": "num_expert_group",
-        "n_shared_experts": "num_shared_experts",
-    },
+    keys={"max_position_embeddings": "model_max_length", **_KEYS},
     defaults={"num_expert_group": 1, "num_shared_experts": 1, "first_k_dense_replace": 1},
     spellings=({".mlp.": ".block_sparse_moe."},),
     carried={},

@@ -205,9 +205,10 @@ class GGUFModel:
     converter, `late` what it adds after the file type. `defaults` are those of transformers' config class.
     `roles` declare how a role is written where it is not simply copied under the name of the shared table: as
     one tensor, as several, or not at all (`NOT_WRITTEN`). Fused linears are unfused, except the roles in
-    `whole`, whose members are concatenated. `stacks` are roles outside the layers whose weights make one 3-D
-    tensor, by the role that it is written as. `constants` are tensors that no weight holds, `copies` those
-    that nothing reads. `head` is what
+    `whole`, whose members are concatenated. `products` are pairs of roles, a vector and a row as long, that
+    are multiplied, by the role that the product is written as. `stacks` are roles outside the layers whose
+    weights make one 3-D tensor, by the role that it is written as. `constants` are tensors that no weight
+    holds, `copies` those that nothing reads. `head` is what
     llama.cpp does about `output.weight`: uses the embedding when it is missing, refuses such a file, or never
     reads one. `checks` return the reason why llama.cpp's graph would not compute what config.json says,
     `remarks` what the user should know about a file that is written all the same. `special` gives special
@@ -223,6 +224,7 @@ class GGUFModel:
     defaults: Json = field(default_factory=dict)
     roles: Mapping[str, Written | tuple[Written, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
+    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     copies: Callable[[Facts], Iterable[Copy]] | None = None
     constants: BothWays[Iterator[Constant]] | None = None

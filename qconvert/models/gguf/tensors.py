@@ -19,10 +19,11 @@ from qconvert.models.gguf.names import gguf_name
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive rows of a tensor of the unfused model."""
+    """Consecutive rows of a tensor of the unfused model, each cut into as many as `pieces`."""
 
     name: str
     rows: range
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,12 @@ def _copies(facts: Facts) -> Iterator[Record]:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """What one tensor of the file holds: a parameter, the ones in it, and whether they are stacked."""
+    """What one tensor of the file holds: a parameter, the ones in it, and what is done with these."""
 
     of: Parameter
     parts: list[Parameter]
     stacked: bool = False
+    multiplied: bool = False
 
 
 def _gathered(facts: Facts) -> Iterator[_Gathered]:
@@ -81,12 +83,17 @@ def _gathered(facts: Facts) -> Iterator[_Gathered]:
         for part in entry.members
     }
     stacks = {role: whole for whole, roles in facts.model.stacks.items() for role in roles}
+    products = {role: made for made, roles in facts.model.products.items() for role in roles}
     found: dict[object, _Gathered] = {}
     for parameter in architecture.parameters.values():
         whole = wholes.get(parameter.name)
         role = stacks.get(parameter.role)
         if whole is not None:
             found.setdefault(whole.name, _Gathered(whole, [])).parts.append(parameter)
+        elif parameter.role in products:
+            made = parameter._replace(role=products[parameter.role])
+            product = found.setdefault((made.role, made.layer), _Gathered(made, [], multiplied=True))
+            product.parts.append(parameter)
         elif parameter.group != parameter.role or role is not None:
             first = parameter if role is None else parameter._replace(role=role)
             key = (first.group, parameter.layer, parameter.param)
@@ -98,6 +105,8 @@ def _gathered(facts: Facts) -> Iterator[_Gathered]:
 
 def _record(gathered: _Gathered, written: Written, facts: Facts) -> Record:
     parameter, parts, stacked = gathered.of, gathered.parts, gathered.stacked
+    if gathered.multiplied:
+        return _product(gathered, written)
     shape, width = (len(parts), *parameter.shape) if stacked else parameter.shape, width_of(parameter.shape)
     pieces = [Piece(part.name, range(rows_of(part.shape))) for part in parts]
     if written.rows is not None:
@@ -118,6 +127,20 @@ def _record(gathered: _Gathered, written: Written, facts: Facts) -> Record:
         tuple(pieces),
         width,
         step,
+    )
+
+
+def _product(gathered: _Gathered, written: Written) -> Record:
+    """The product of a vector and a row that is as long."""
+    of = gathered.of
+    vector, row = sorted(gathered.parts, key=lambda part: len(part.shape))
+    count = prod(vector.shape)
+    return Record(
+        gguf_name(of.role, of.layer, of.param, written),
+        vector.shape,
+        (Piece(vector.name, range(count)), Piece(row.name, range(rows_of(row.shape)), count)),
+        1,
+        RowTransform("multiply", count),
     )
 
 

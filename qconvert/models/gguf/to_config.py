@@ -28,9 +28,9 @@ _SPECIAL = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 def candidates(file: Metadata) -> tuple[str, ...]:
     """Returns the model types that llama.cpp runs in the graph of this file, more likely ones first.
 
-    Raises UnsupportedModel for an undeclared architecture.
+    Raises UnsupportedModel for an undeclared architecture, and for one whose files hold products.
     """
-    found = {name: model for name, model in MODELS.items() if isinstance(model, GGUFModel)}
+    found = {n: model for n, model in MODELS.items() if isinstance(model, GGUFModel) and not model.products}
     same = tuple(name for name, model in found.items() if model.of_arch(file.arch))
     if not same:
         declared = (each for model in found.values() for each in (model, *model.variants))

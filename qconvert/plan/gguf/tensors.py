@@ -56,7 +56,7 @@ def _made(record: Record, members: Mapping[str, Unit], facts: Facts, measured: b
             "`qconvert dequantize` first, or store all parts alike",
         )
     inputs = tuple(
-        rows
+        rows._replace(pieces=piece.pieces)
         for unit, piece in zip(units, record.pieces, strict=True)
         for rows in rows_within(unit.inputs, piece.rows.start, piece.rows.stop)
     )
