@@ -203,6 +203,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Answers(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body would wait 40 ms for the client to acknowledge its headers
     server: _Server
     where = ""
 
