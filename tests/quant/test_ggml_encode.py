@@ -186,7 +186,8 @@ def stored_weights(folder: Path) -> dict[str, np.ndarray]:
         else:
             continue
         first, last = (start + offset for offset in entry["data_offsets"])
-        weights[gguf_name] = np.frombuffer(raw[first:last], np.uint16).reshape(entry["shape"])
+        # Writable, as a checkpoint is read: kernels would be compiled once more for arrays that are not.
+        weights[gguf_name] = np.frombuffer(bytearray(raw[first:last]), np.uint16).reshape(entry["shape"])
     return weights
 
 
