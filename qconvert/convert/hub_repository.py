@@ -302,6 +302,8 @@ class HubRepository:
                 return request()
             except Exception as error:
                 cause = _cause(error)
+                if isinstance(cause, FileNotFoundError):  # a file here: others have finished, and removed it
+                    raise cause from None
                 if not isinstance(cause, network_error() | OSError | RuntimeError | ValueError):
                     raise
                 fact, hint = refusal(cause)

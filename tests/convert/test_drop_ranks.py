@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -160,6 +161,32 @@ def test_a_process_is_done_when_another_finishes_as_it_looks_at_receipts(
     ran = qconvert(*drop("shards", 1, 2))
     assert _Elsewhere.require_sent is real
     assert ran.code == 0 and published(hub, "shards"), ran.err
+
+
+@pytest.mark.parametrize("words", [push, drop], ids=["kept", "dropped"])
+def test_a_file_that_others_have_removed_is_not_waited_for(
+    hub: FakeHub,  # noqa: F811
+    words: Callable[[str, int, int], tuple[object, ...]],
+) -> None:
+    """Stopped as it creates the branch for its first file, which is gone when it wakes."""
+    child = [0]
+
+    def stops(method: str, path: str) -> None:
+        if child and method == "POST" and "/branch/qconvert-" in path:
+            while not child[0]:
+                time.sleep(0.01)
+            os.kill(child.pop(), signal.SIGSTOP)
+
+    hub.written.wrong = stops  # type: ignore[method-assign]
+    child[0] = pid = started(running(*words("shards", 0, 2), "--patience", 60))
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    assert forked(running(*words("shards", 1, 2))) == 0
+    os.kill(pid, signal.SIGCONT)
+    began = time.monotonic()
+    assert ended(pid) == 0 and time.monotonic() - began < 30
+    remote = pushed(hub)
+    assert {name for name in remote if name.endswith(".safetensors")} == weights("shards")
+    assert not hub.written.branches
 
 
 def test_one_process_tells_and_what_is_there_is_left(hub: FakeHub) -> None:  # noqa: F811
