@@ -168,16 +168,18 @@ def test_a_file_that_others_have_removed_is_not_waited_for(
     hub: FakeHub,  # noqa: F811
     words: Callable[[str, int, int], tuple[object, ...]],
 ) -> None:
-    """Stopped as it creates the branch for its first file, which is gone when it wakes."""
-    child = [0]
+    """Stopped as it looks at the branch that it has made for its first file, which is gone when it wakes."""
+    child, seen = [0], list[int]()
 
-    def stops(method: str, path: str) -> None:
-        if child and method == "POST" and "/branch/qconvert-" in path:
-            while not child[0]:
-                time.sleep(0.01)
-            os.kill(child.pop(), signal.SIGSTOP)
+    def stops(number: int) -> None:
+        if child and hub.written.branches:
+            seen.append(number)
+            if len(seen) == 2:  # the branch was made, and is looked at
+                while not child[0]:
+                    time.sleep(0.01)
+                os.kill(child.pop(), signal.SIGSTOP)
 
-    hub.written.wrong = stops  # type: ignore[method-assign]
+    hub.answering = stops
     child[0] = pid = started(running(*words("shards", 0, 2), "--patience", 60))
     assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
     assert forked(running(*words("shards", 1, 2))) == 0
