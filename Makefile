@@ -17,7 +17,7 @@ CRASH_TESTS := $(addprefix tests/,\
 demo: $(PACKAGE)
 	$(BIN)/qconvert demo
 
-# mypy, on one core for half a minute, runs beside the suite, half of whose time is other than computing.
+# mypy takes one core for half a minute when its cache is empty, so it runs beside the suite.
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint suite
 
