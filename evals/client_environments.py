@@ -92,6 +92,15 @@ CLIENTS = (
         ("gptqmodel==7.7.*", "auto-round==0.16.*"),
         ("float32", "auto", "dequantize"),
     ),
+    # The last that loads HQQ.
+    Client(
+        "transformers-4",
+        "transformers",
+        "hqq",
+        (_TORCH, "setuptools<81", "wheel", "transformers==4.57.*", "accelerate>=1.10,<2"),
+        ("hqq==0.2.8",),
+        ("float32",),
+    ),
     Client(
         "gptqmodel",
         "",

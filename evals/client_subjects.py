@@ -17,6 +17,7 @@ from evals.client_mixture import mixture
 _GGUF = ("llama.cpp",)
 _FOLDERS = ("vllm", "transformers", "mlx-lm")
 _GPTQ = (*_FOLDERS, "gptqmodel")
+_HQQ = ("transformers-4",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,16 @@ def _quark() -> list[Subject]:
     return _shown_to_mlx(found)
 
 
+def _hqq() -> list[Subject]:
+    """In float32, in which transformers computes on a CPU; one of bfloat16, whose numbers hqq rounds."""
+    schemes = ("int2-asym-g64", "int3-asym-g64", "int4", "int4-asym-g64", "int8-asym-g64", "int8-channel")
+    words = "quantize --layout hqq --scheme"
+    found = [Subject(f"hqq {scheme}", f"{words} {scheme} --dtype f32", _HQQ) for scheme in schemes]
+    usual = f"{words} int4-asym-g64"
+    kept = Subject("hqq int4-asym-g64, one plain", f"{usual} --dtype f32 --keep layers.0.mlp.down", _HQQ)
+    return [*found, kept, Subject("hqq int4-asym-g64 of bf16", usual, _HQQ)]
+
+
 def _shown_to_mlx(found: list[Subject]) -> list[Subject]:
     """Of a layout that mlx-lm does not read: the first one shows it."""
     return [found[0], *(replace(each, clients=("vllm", "transformers")) for each in found[1:])]
@@ -242,6 +253,7 @@ def subjects() -> tuple[Subject, ...]:
         *_gptq(),
         *_quark(),
         *_torchao(),
+        *_hqq(),
         *_mlx(),
         *bits,
         *_gguf(),
