@@ -9,10 +9,6 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a folder of scripts, not installed
 
-from qconvert.core.waiting_threads import leave_cores_to_others
-
-leave_cores_to_others()  # as the command does, so that what is measured is what its users get
-
 from evals.speed_convert import convert, repack
 from evals.speed_decoder import decode, prefill
 from evals.speed_gguf import gguf
