@@ -11,8 +11,8 @@ _SPINS = "5000"
 def leave_cores_to_others() -> None:
     """Let threads sleep soon: after each product they would spin for milliseconds, on cores that others want.
 
-    Reading 256 tokens of Qwen2.5-0.5B in int4, two threads on two cores of Zen 5: 722 tokens a second (638 with
-    1,000 looks, 731 with OpenMP's own number), beside six threads of others 2.0 s (1.6 with 1,000), beside
+    Reading 256 tokens of Qwen2.5-0.5B in int4, two threads on two cores of Zen 5: 722 tokens a second (with
+    1,000 looks 638, with OpenMP's own number 731); beside six other threads 2.0 s (with 1,000 1.6), beside
     nine 7.7 s with OpenMP's own. What the environment says already is left as it is.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
