@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 
 from qconvert.cli import eval as cli
+from qconvert.cli import eval_weights
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.lockstep import Progress
 from qconvert.evaluate.perplexity import evaluate
@@ -160,7 +161,7 @@ def test_a_report_that_could_not_be_written_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(cli, "_measure", None)
-    monkeypatch.setattr(cli, "_weights", None)
+    monkeypatch.setattr(eval_weights, "compared", None)
     (tmp_path / "file").touch()
     models = ("a", "b") if kind == "weights" else ("a",)
     ran = qconvert("eval", kind, *models, "-o", tmp_path / "file" / "report")
