@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.checkpoint.hub import resolve
+from qconvert.checkpoint.open import open_checkpoint
 from qconvert.evaluate.corpora import load_text
 from qconvert.evaluate.lockstep import EvalModel, Track, run_lockstep
 from qconvert.evaluate.measure import text_named
@@ -42,8 +43,8 @@ def divergences(model: str, paths: Sequence[Path], text: str, context: int, chun
         tokens = tokenize(load_text(source, rules.wikitext), folder)
     ids_N = tokens.ids_N if not rules.bos or tokens.bos is None else np.append([tokens.bos], tokens.ids_N)
     windows = rules.windows(len(ids_N))[:chunks]
-    opened = {path: open_model(path, path.name) for path in paths}
-    tracks = [Track(each) for each in (open_model(folder, "reference"), *opened.values())]
+    opened = {path: open_model(open_checkpoint(path), path.name) for path in paths}
+    tracks = [Track(each) for each in (open_model(open_checkpoint(folder), "reference"), *opened.values())]
     run_lockstep(tracks, ids_N, windows, compared=True, bos=tokens.bos if rules.bos else None)
     window_N = np.repeat(np.arange(len(windows)), [window.stop - window.scored for window in windows])
     found = {path: np.concatenate(track.kl) for path, track in zip(paths, tracks[1:], strict=True)}

@@ -13,6 +13,7 @@ from evals.speed_convert import convert, repack
 from evals.speed_decoder import decode, prefill
 from evals.speed_gguf import gguf
 from evals.speed_gpu import gpu
+from evals.speed_ranks import ranks
 from evals.speed_tensors import tensors
 from evals.speed_together import together
 from evals.time_left import time_left
@@ -23,7 +24,7 @@ def main() -> None:
     """Measure the speed of qconvert on this machine, beside peers where they are installed."""
 
 
-for command in (convert, repack, gguf, decode, prefill, gpu, tensors, together, time_left):
+for command in (convert, repack, gguf, decode, prefill, gpu, tensors, together, ranks, time_left):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.cli.progress import COMPILING
+from tests.support.adapters import lora_arrays, write_peft
 from tests.support.warm_commands import warm_qconvert
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,8 @@ README = ROOT / "README.md"
 PAGES = {str(page.relative_to(ROOT)): page for page in (README, *sorted(ROOT.glob("docs/**/*.md")))}
 """Every page, by its path."""
 _BLOCK = re.compile(r"```console\n(?P<body>\$ [^\n]*qconvert .*?)```", re.DOTALL)
+ADAPTED = (("q_proj", (256, 256)), ("v_proj", (128, 256)))
+"""Linears of the embedded model, and their shapes."""
 # Commands whose figures depend on the machine or on its Python version.
 _VARIABLE = ("eval", "demo", "bench")
 
@@ -39,6 +42,15 @@ def blocks(text: str) -> Iterator[Block]:
     for match in _BLOCK.finditer(text):
         lines = match["body"].splitlines()
         yield Block(tuple(line[2:] for line in lines if line.startswith("$ ")), match["body"])
+
+
+def with_adapter(folder: Path) -> Path:
+    """The folder, with the adapter `my-lora` of the embedded model that some pages convert."""
+    modules = {
+        f"model.layers.{layer}.self_attn.{name}": shape for layer in range(4) for name, shape in ADAPTED
+    }
+    write_peft(folder / "my-lora", lora_arrays(modules, 16), "embedded", rank=16, alpha=32)
+    return folder
 
 
 def transcript(block: Block, folder: Path, warm: Path) -> str:
@@ -85,6 +97,7 @@ def rewrite(page: Path, warm: Path) -> None:
     """Run every block of a page in one folder and put what it printed into the page."""
     text = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
+        with_adapter(Path(folder))
         for block in list(blocks(text)):
             printed = transcript(block, Path(folder), warm).replace(f"{COMPILING}\n", "")
             text = text.replace(block.body, printed)

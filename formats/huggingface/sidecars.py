@@ -17,12 +17,15 @@ from qconvert.formats.io import limits
 
 # Compared in lower case. quantize_config.json is missing on purpose: it describes the weights that were read,
 # not those that will be written.
-_COPIED = (
+_OF_TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken",
-    "spiece.model", "sentencepiece*.model", "chat_template.*", "generation_config.json",
-    "*processor_config.json", "modules.json", "config_sentence_transformers.json", "sentence_*_config.json",
-    "license*", "licence*", "notice*", "use_policy*",
+    "spiece.model", "sentencepiece*.model", "chat_template.*",
+)  # fmt: skip
+_COPIED = (
+    *_OF_TOKENIZER, "generation_config.json", "*processor_config.json", "modules.json",
+    "config_sentence_transformers.json", "sentence_*_config.json", "license*", "licence*", "notice*",
+    "use_policy*",
 )  # fmt: skip
 _NEVER_COPIED = (".py", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf", ".safetensors")
 
@@ -41,6 +44,11 @@ def sidecars_of(folder: Path, read: Container[str]) -> Sidecars:
     folders = module_folders(folder) if modules else ()
     skipped = tuple(entry for entry in entries if entry not in copied and entry not in folders)
     return Sidecars((*copied, *modules), (*skipped, *left), code=code, missing=missing)
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Returns whether a file of this name is a part of a tokenizer, or its chat template."""
+    return any(fnmatchcase(name.lower(), pattern) for pattern in _OF_TOKENIZER)
 
 
 def _is_modest(entry: Path) -> bool:

@@ -9,55 +9,30 @@ quantized, as the layout inside stores them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.core.activations import ScalesBeside, StoredScale
-from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
-from qconvert.core.layout_traits import LayoutTraits
-from qconvert.core.protocols import ArrayRows, Layout, Source
+from qconvert.core.dtypes import TensorSpec
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import DenseRows, Value
+from qconvert.formats.layouts.wrapped import Wrapped
 from qconvert.quant.simd.transpose import transposed
 
 
 @dataclass(frozen=True, slots=True)
-class InputMajor:
+class InputMajor(Wrapped):
     """A layout whose plain tensors of these names lie in the file otherwise: matrices transposed, and
     vectors as the rows of a matrix, as many as is said.
     """
 
-    inside: Layout
     matrices: frozenset[str]
     vectors: Mapping[str, int]
 
     @property
-    def name(self) -> str:
-        return self.inside.name
-
-    @property
-    def traits(self) -> LayoutTraits:
-        return self.inside.traits
-
-    @property
     def transposed(self) -> bool:
         return True
-
-    @property
-    def rewritten(self) -> Layout:
-        return replace(self, inside=self.inside.rewritten)
-
-    @property
-    def named_by(self) -> None:
-        return None
-
-    @property
-    def computed(self) -> Mapping[str, str]:
-        return self.inside.computed
-
-    def fitted(self, encodings: Iterable[Quantized]) -> Layout:
-        return replace(self, inside=self.inside.fitted(encodings))
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         if self._turns(tensor) and isinstance(tensor.encoding, Unquantized):
@@ -80,9 +55,6 @@ class InputMajor:
             row = which if len(tensor.shape) == 1 else which * tensor.width
             yield ArrayRows(tensor.name, row, transposed(run_RI), first)
 
-    def as_stored(self, value: Value) -> Value:
-        return self.inside.as_stored(value)
-
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop), which are columns of the array or runs of its rows."""
         if not self._turns(tensor) or not isinstance(tensor.encoding, Unquantized):
@@ -99,26 +71,6 @@ class InputMajor:
         each = self._stored(tensor)[-1]
         for which in range(start // each, max(start // each + 1, -(-stop // each))):
             yield which, max(start - which * each, 0), min(stop - which * each, each)
-
-    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        return self.inside.settings(quantized, kept)
-
-    def settings_beside(
-        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
-    ) -> Json:
-        return self.inside.settings_beside(quantized, kept, scales)
-
-    def file_metadata(self, tensors: Iterable[ModelTensor], config: Json) -> Mapping[str, str]:
-        return self.inside.file_metadata(tensors, config)
-
-    def scale_stored_as(self, name: str) -> StoredScale | None:
-        return self.inside.scale_stored_as(name)
-
-    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
-        return self.inside.place_of_scale(scale, weight)
-
-    def without_input_scale(self, weight: Quantized) -> Quantized | None:
-        return self.inside.without_input_scale(weight)
 
     def _turns(self, tensor: ModelTensor) -> bool:
         known = tensor.name in self.matrices or tensor.name in self.vectors

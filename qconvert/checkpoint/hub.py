@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from qconvert.checkpoint.adapter_texts import texts_of
 from qconvert.checkpoint.hub_errors import WRITTEN, explained
 from qconvert.checkpoint.hub_file import HubFile, find_files
 from qconvert.checkpoint.hub_ranges import HubRanges
@@ -30,7 +31,8 @@ from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.object_store import ObjectFile, download_texts, is_address, open_place
 from qconvert.checkpoint.remote_bytes import RemoteBytes
 from qconvert.demo import MODEL_DIR
-from qconvert.errors import QConvertError, UnsupportedModel, shown
+from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
+from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG, WEIGHTS, base_of, is_adapter
 from qconvert.formats.huggingface.folder import weight_files
 from qconvert.formats.huggingface.own_code import module_folders, named_code
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SINGLE_FILE
@@ -54,7 +56,8 @@ class ResolvedModel:
 
     `remote` are the weight files, by name, that are not in the folder, read through `network`; `is_embedded`
     marks the model that comes with qconvert. Of one in object storage, `address` is where, and `texts` holds
-    the folder as long as it is needed.
+    the folder as long as it is needed. An adapter is in the folder `adapter`, and `base` is the model that it
+    changes; `path` then has the texts of both, and no weights.
     """
 
     path: Path
@@ -66,6 +69,23 @@ class ResolvedModel:
     is_embedded: bool = False
     address: str | None = None
     texts: TemporaryDirectory[str] | None = None
+    adapter: Path | None = None
+    base: ResolvedModel | None = None
+
+    @property
+    def place(self) -> ResolvedModel:
+        """Where the weights of a model are; of an adapter, those of its base."""
+        return self.base or self
+
+    @property
+    def known_as(self) -> str:
+        """What records call it: its repository, its address, or its name."""
+        return self.repo_id or self.address or self.name
+
+    @property
+    def title(self) -> str:
+        """The name, and of an adapter that of its base, as commands print them."""
+        return self.name if self.base is None else f"{self.name} merged into {self.base.name}"
 
     @property
     def name(self) -> str:
@@ -91,12 +111,45 @@ def resolve(
 ) -> ResolvedModel:
     """Finds a model: a path, `org/name`, `org/name@revision`, `hf://org/name`, or an `object_store` address.
 
-    `revision` takes precedence.
-
-    Files of a Hub model are downloaded into the cache unless they are cached. With a `network`, weights that
-    are not cached stay on the Hub, to be read through it; without `weights`, only their headers can be.
+    `revision` takes precedence. Of an adapter the base is found, too: the one before it (`BASE+ADAPTER`), or
+    that its config names. Files of a Hub model are downloaded into the cache unless they are cached. With a
+    `network`, weights that are not cached stay on the Hub, to be read through it; without `weights`, only
+    their headers can be.
     Raises QConvertError with a hint for everything that can go wrong on the way.
     """
+    is_path = os.path.exists(model)  # noqa: PTH110 - Path.exists raises for a name that is too long
+    base, _, named = ("", "", model) if is_path else model.rpartition("+")
+    found = _find(named, revision, network, weights=weights)
+    if is_adapter(found.path):
+        return _adapted(found, base, network, weights=weights)
+    if base:
+        raise QConvertError(f"{shown(named)}: is a model, not an adapter", "write BASE+ADAPTER")
+    return found
+
+
+def _adapted(found: ResolvedModel, named: str, network: Network | None, *, weights: bool) -> ResolvedModel:
+    """An adapter with its base: the one that is named, or that its config names."""
+    name = named or base_of(found.path)
+    hint = f"write the base before it: BASE+{shown(found.name)}"
+    if not name:
+        raise CorruptCheckpoint(f"{found.name}: {ADAPTER_CONFIG} names no base", hint)
+    if not named and is_address(name):  # a file does not decide which servers are asked
+        raise UnsupportedModel(f"{found.name}: its base is at {shown(name)}", hint)
+    try:
+        base = _find(name, None, network, weights=weights)
+    except QConvertError as error:
+        if named:
+            raise
+        raise type(error)(f"{found.name}: its base, {error.fact}", hint) from error
+    if is_adapter(base.path):
+        fact = f"{shown(name)}: is an adapter itself, not a model"
+        raise UnsupportedModel(fact, "merge one after the other, with `qconvert merge`")
+    path = texts_of(base.path, found.path, found.name)
+    return ResolvedModel(path, remote=base.remote, network=base.network, adapter=found.path, base=base)
+
+
+def _find(model: str, revision: str | None, network: Network | None, *, weights: bool) -> ResolvedModel:
+    """A model, or an adapter without its base (see `resolve`)."""
     if os.path.exists(model):  # noqa: PTH110 - Path.exists raises for a name that is too long
         return ResolvedModel(Path(model))
     if model == EMBEDDED:
@@ -113,6 +166,9 @@ def resolve(
     network, remote = network or Network(), None
     with explained(model):
         folder = _download(repo_id, asked, _TEXTS)
+        if is_adapter(folder):
+            _download(repo_id, folder.name, WEIGHTS)
+            return ResolvedModel(folder, repo_id, asked, folder.name)
         _download_own_files(repo_id, folder)
         files = weight_files(folder) or (folder / SINGLE_FILE,)
         if not streams:

@@ -22,6 +22,7 @@ from qconvert.formats.io.byte_source import ByteSource
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.conv1d import InputMajor
 from qconvert.formats.layouts.gguf import GGUFLayout
+from qconvert.formats.layouts.merged import Merged
 from qconvert.models import Architecture, Binding, bind
 from qconvert.models.declared import Declaration
 from qconvert.models.guessed import guessed_family, refuse_open
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 class Checkpoint:
     """A model on disk: its files, its logical tensors, and the layout that stores them.
 
-    `assumed` says what the tensors are told from where no weights are here (`checkpoint.assumed`).
+    `assumed` says what the tensors are told from where no weights are here (`checkpoint.assumed`); `adapter`
+    what is merged into it, in words (`checkpoint.adapted`).
     """
 
     files: HFCheckpoint | GGUFModel
@@ -47,6 +49,7 @@ class Checkpoint:
     declared: Declaration | None = None
     guessed: Architecture | None = None
     assumed: str = ""
+    adapter: str = ""
 
     def __repr__(self) -> str:
         """Counts, bytes and the first tensors in a few lines: a checkpoint holds thousands."""
@@ -119,7 +122,8 @@ class Checkpoint:
         """That layout, with this model's input-major linears as its class stores them."""
         if self.is_gguf and self.architecture.stored_shapes:
             return input_major(layout, {}, self.architecture)
-        return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
+        own = self.layout.inside if isinstance(self.layout, Merged) else self.layout
+        return replace(own, inside=layout) if isinstance(own, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
         """The tensors matched with the architecture (see `binding.bind`).

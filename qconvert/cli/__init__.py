@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "unfuse": "Take fused linears apart again, exactly.",
     "tie": "Drop a head that equals the embedding.",
     "untie": "Store a tied head as a tensor of its own.",
+    "merge": "Merge a LoRA adapter into its base model.",
     "dequantize": "Turn quantized weights back into plain numbers.",
     "convert": "Write another layout, with the codes kept.",
     "to-gguf": "Write a GGUF file of any llama.cpp type, in one step.",

@@ -134,12 +134,12 @@ def command(model: str, **flags: Any) -> None:
         _check_words(flags)
     from qconvert.calibrate.statistics_file import check_model, merge, read_statistics
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.checkpoint.resolved import open_found
 
     targets = Targets.of(model, flags)
     targets.check()
     resolved = resolve(model, revision=flags["revision"])
-    checkpoint = open_checkpoint(resolved.path)
+    checkpoint = open_found(resolved)
     started = time.perf_counter()
     if flags["merged"]:
         stored = merge([read_statistics(path) for path in flags["merged"]])

@@ -122,11 +122,12 @@ def _checked(model: str, loader: str, tp: int, device: str, revision: str | None
     from qconvert.check.subjects import subject_of
     from qconvert.checkpoint.assumed import refuse_quantized, without_weights
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint, require_weights
+    from qconvert.checkpoint.open import require_weights
+    from qconvert.checkpoint.resolved import open_found
 
     resolved = resolve(model, revision=revision, weights=False)
-    assumed = without_weights(resolved.path) if resolved.repo_id is None else None
-    checkpoint = assumed or open_checkpoint(resolved.path, remote=resolved.remote)
+    assumed = None if resolved.repo_id or resolved.adapter else without_weights(resolved.path)
+    checkpoint = assumed or open_found(resolved)
     refuse_quantized(checkpoint, model)
     require_weights(checkpoint, model, headers=True)
     problems = lint(subject_of(checkpoint, loader, tp, device))

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 def open_checkpoint_of(model: str, revision: str | None) -> Checkpoint:
     """Find a model and open it; QConvertError if it has no weights."""
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint, require_weights
+    from qconvert.checkpoint.open import require_weights
+    from qconvert.checkpoint.resolved import open_found
 
-    checkpoint = open_checkpoint(resolve(model, revision=revision).path)
+    checkpoint = open_found(resolve(model, revision=revision))
     require_weights(checkpoint, model)
     return checkpoint
 

@@ -84,7 +84,7 @@ class FolderReport:
     def lines(self) -> list[str]:
         files = self.job.container.files(self.path)
         return [
-            f"{self.job.source.location.name}  ->  {self.path}/",
+            *_source_lines(self.job, f"{self.path}/"),
             *parameter_table_lines(self._table, terminal_columns()),
             f"{size(self._before.nbytes)} -> {size(sum(file.size for file in files))} in "
             f"{count(len(files), 'file')}, at most {size(self.job.options.max_memory)} of working memory",
@@ -245,8 +245,21 @@ def files_json(job: Job, out: Path) -> list[Json]:
     return [{"name": file.name, "bytes": file.size} for file in job.container.files(out)]
 
 
+def _source_lines(job: Job, out: str) -> list[str]:
+    """What is read and what is written; of an adapter, what it is."""
+    adapter = job.source.checkpoint.adapter
+    return [f"{job.source.location.title}  ->  {out}", *([f"adapter: {adapter}"] if adapter else [])]
+
+
 def _source_of(job: Job, before: ParameterTable) -> Json:
-    return {"name": job.source.location.name, "bytes": before.nbytes, "tensors": before.tensors}
+    adapter = job.source.checkpoint.adapter
+    merged = {"base": job.source.location.place.known_as, "adapter": adapter} if adapter else {}
+    return {
+        "name": job.source.location.name,
+        **merged,
+        "bytes": before.nbytes,
+        "tensors": before.tensors,
+    }
 
 
 def _table_before(job: Job) -> ParameterTable:
@@ -313,7 +326,7 @@ class GGUFReport:
         head = ["type", "tensors", "parameters", "bytes", "bpw"]
         code = ", ".join(shown(path.name) for path in self.job.source.checkpoint.files.sidecars.code)
         return [
-            f"{self.job.source.location.name}  ->  {self.path}",
+            *_source_lines(self.job, str(self.path)),
             *table(head, [*cells, total], most=terminal_columns()),
             *([f"left out, for a GGUF holds no code of a model: {code}"] if code else []),
         ]

@@ -258,13 +258,13 @@ def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoin
 
     from qconvert.checkpoint.by_role import CheckpointWeights
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.checkpoint.resolved import open_found
     from qconvert.runtime.config import DecoderConfig
     from qconvert.runtime.device_layout import Layout
     from qconvert.runtime.load import load_decoder
 
     resolved = resolve(model, revision=options["revision"])
-    checkpoint = open_checkpoint(resolved.path)
+    checkpoint = open_found(resolved)
     layout = Layout(options["backend"])
     weights = CheckpointWeights(checkpoint, activations=options["activations"])
     decoder = load_decoder(

@@ -86,11 +86,11 @@ def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata:
     from qconvert.checkpoint.about import metadata
     from qconvert.checkpoint.assumed import without_weights
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.checkpoint.resolved import open_found
 
     resolved = resolve(model, revision=revision, weights=False)
-    checkpoint = without_weights(resolved.path) if resolved.repo_id is None else None
-    checkpoint = checkpoint or open_checkpoint(resolved.path, remote=resolved.remote, undecoded=True)
+    checkpoint = None if resolved.repo_id or resolved.adapter else without_weights(resolved.path)
+    checkpoint = checkpoint or open_found(resolved, undecoded=True)
     keys = {"metadata": _plain(metadata(checkpoint))} if show_metadata else {}
     return {**describe(checkpoint, list_tensors=list_tensors), **keys}
 
@@ -128,6 +128,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
         "stored_tied_head": binding.stored_tied_head if binding else None,
         "fusions": list(binding.fusions_found) if binding else [],
         "quantization": checkpoint.quantization,
+        **({"adapter": checkpoint.adapter} if checkpoint.adapter else {}),
         "products": [str(product) for product in checkpoint.products],
         "unknown": [n for n in binding.unknown if not architecture.carries(n)] if binding else [],
         "ignored": list(binding.dropped) if binding else [],

@@ -14,7 +14,8 @@ from qconvert.checkpoint.assumed import refuse_quantized, without_weights
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
-from qconvert.checkpoint.open import Checkpoint, open_checkpoint, require_weights
+from qconvert.checkpoint.open import Checkpoint, require_weights
+from qconvert.checkpoint.resolved import open_found
 from qconvert.convert.blocks import at_hand
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
@@ -68,7 +69,7 @@ def open_model(
             refuse_quantized(assumed, location.name)
             return OpenedModel(location, assumed)
     resolved = resolve(model, revision=revision, network=network)
-    return OpenedModel(resolved, open_checkpoint(resolved.path, resolved.remote, declared))
+    return OpenedModel(resolved, open_found(resolved, declared))
 
 
 def prepare(

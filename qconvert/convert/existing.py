@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qconvert.convert.files_at import FilesAt, LocalFiles
 from qconvert.convert.gguf_sidecars import MANIFEST, sidecar
-from qconvert.convert.identity import source_etags, source_samples
+from qconvert.convert.identity import adapter_config_hash, source_etags, source_samples
 from qconvert.convert.job import Job, OpenedModel
 from qconvert.convert.manifest import FILE_NAME
 from qconvert.core.dtypes import Json
@@ -117,20 +117,30 @@ def _other_recipe(job: Job, record: Json) -> str:
 
 def _other_source(source: OpenedModel, record: Json, made: int) -> str:
     """What tells the source from that of the output, made then (ns); empty where nothing does."""
-    location, before = source.location, record.get("source") or {}
-    if location.repo_id is not None or location.address is not None:
-        if before and (location.repo_id or location.address) != before.get("name"):
-            return f"it was made from {before.get('name')}"
-        commits = {location.commit, before.get("commit")} - {None}
-        if len(commits) > 1:
-            return "it was made from another commit of the source"
-        return _changed_there(source, before.get("files", ()))
+    place, before = source.location.place, record.get("source") or {}
+    if before and before.get("adapter_config_sha256") != adapter_config_hash(source.location):
+        return "it was made with another adapter"
+    if place.repo_id is not None or place.address is not None:
+        return _other_place(source, before)
     recorded = {file["name"]: file.get("sample_sha256") for file in before.get("files", ())}
     if None not in (recorded or {"": None}).values():
         return "it was made from other weights" if recorded != source_samples(source) else ""
     files = (file.path for file in source.checkpoint.files.files)
     newer = next((path.name for path in files if path.stat().st_mtime_ns > made), None)
     return f"the source's {newer} is newer" if newer else ""
+
+
+def _other_place(source: OpenedModel, before: Json) -> str:
+    """What tells a source on the Hub, in a bucket or on a web server from the one that a record names."""
+    if before and source.location.known_as != before.get("name"):
+        return f"it was made from {before.get('name')}"
+    commits = {source.location.place.commit, before.get("commit")} - {None}
+    if len(commits) > 1:
+        return "it was made from another commit of the source"
+    recorded = {file["name"]: file.get("sample_sha256") for file in before.get("files", ())}
+    if any(recorded.get(name, sample) != sample for name, sample in source_samples(source).items()):
+        return "it was made with another adapter"
+    return _changed_there(source, before.get("files", ()))
 
 
 def _changed_there(source: OpenedModel, before: Sequence[Json]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import lru_cache
@@ -22,14 +22,21 @@ from qconvert.convert.job import Job, OpenedModel
 from qconvert.core.dtypes import Json
 from qconvert.core.schemes import Scheme
 from qconvert.core.version import NUMERICS, __version__
+from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG
+from qconvert.formats.io import limits
 from qconvert.formats.io.journal import VERSION
 from qconvert.formats.io.local_file import open_regular, read_exactly
 from qconvert.formats.io.planned_files import FilePlan
+from qconvert.formats.io.strict_json import read_bounded
 from qconvert.plan.plan import Plan, Unit
 
 if TYPE_CHECKING:
+    from qconvert.checkpoint.gguf_model import WeightFile
     from qconvert.core.statistics import StatisticsSource
+    from qconvert.formats.huggingface.safetensors_file import SafetensorsHeader
     from qconvert.plan.request import Request
+
+    WeightHeader = SafetensorsHeader | WeightFile
 
 # What of a file's contents is hashed. Fine-tunes may share most of their weights: where adapters of q and v
 # were merged, a tenth of the bytes differ, and 16 windows would miss that once in five times.
@@ -80,16 +87,19 @@ def sample_hash(path: Path, size: int) -> str:
 
 
 def source_samples(source: OpenedModel) -> dict[str, str]:
-    """The samples of a model's files by name; none of one on the Hub (its commit tells) or in a bucket."""
-    if source.location.repo_id is not None or source.location.address is not None:
-        return {}
-    files = source.checkpoint.files.files
+    """The samples of a model's files by name; none of one on the Hub (its commit tells) or in a bucket.
+
+    An adapter is sampled wherever its base is.
+    """
+    place, files = source.location.place, source.checkpoint.files.files
+    if place.repo_id is not None or place.address is not None:
+        files = files[-1:] if source.location.adapter else ()
     return {file.path.name: _sampled(file.path, file.size, file.path.stat().st_mtime_ns) for file in files}
 
 
 def source_etags(source: OpenedModel) -> dict[str, str | None]:
     """What a bucket or web server calls the bytes of each file, by name; none of another source."""
-    location, files = source.location, source.checkpoint.files.files
+    location, files = source.location.place, source.checkpoint.files.files
     return {} if location.address is None else {file.path.name: _etag(file.path, location) for file in files}
 
 
@@ -103,13 +113,32 @@ def source_identity(source: OpenedModel) -> Json:
     """What tells models apart: of a revision on the Hub, its commit and the files' ETags; of local files,
     sizes, headers and samples.
     """
-    files, location = source.checkpoint.files.files, source.location
-    if location.repo_id is not None:
-        etags = {file.path.name: _etag(file.path, location) for file in files}
-        return {"repository": location.repo_id, "commit": location.commit, "files": etags}
-    if location.address is not None:
-        sizes = {file.path.name: [file.size, _etag(file.path, location)] for file in files}
-        return {"address": location.address, "files": sizes}
+    files, place = source.checkpoint.files.files, source.location.place
+    if source.location.adapter:
+        files, own = files[:-1], files[-1:]
+        about = {"config": adapter_config_hash(source.location), "files": _contents(source, own)}
+        return {"adapter": about, "base": _place_identity(source, files, place)}
+    return _place_identity(source, files, place)
+
+
+def adapter_config_hash(location: ResolvedModel) -> str | None:
+    """The SHA-256 of an adapter's config, which has the factor of its products; None of another model."""
+    if location.adapter is None:
+        return None
+    return sha256(read_bounded(location.adapter / ADAPTER_CONFIG, limits.CONFIG_BYTES)).hexdigest()
+
+
+def _place_identity(source: OpenedModel, files: Sequence[WeightHeader], place: ResolvedModel) -> Json:
+    if place.repo_id is not None:
+        etags = {file.path.name: _etag(file.path, place) for file in files}
+        return {"repository": place.repo_id, "commit": place.commit, "files": etags}
+    if place.address is not None:
+        sizes = {file.path.name: [file.size, _etag(file.path, place)] for file in files}
+        return {"address": place.address, "files": sizes}
+    return _contents(source, files)
+
+
+def _contents(source: OpenedModel, files: Sequence[WeightHeader]) -> Json:
     samples = source_samples(source)
     return {
         file.path.name: {

@@ -20,7 +20,7 @@ from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.gguf_sidecars import MANIFEST, sidecar
-from qconvert.convert.identity import source_etags, source_samples
+from qconvert.convert.identity import adapter_config_hash, source_etags, source_samples
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
@@ -156,15 +156,17 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
 
     Of a file that stays on the Hub, that is its hash there, where it has one.
     """
-    files, remote = checkpoint.files, model.remote or {}
+    files, remote, place = checkpoint.files, model.remote or {}, model.place
 
     def whole(path: Path) -> str | None:
         return remote[path.name].file.sha256 if path.name in remote else file_sha256(path)
 
+    adapted = {"base": place.known_as, "adapter_config_sha256": adapter_config_hash(model)}
     return {
-        "name": model.repo_id or model.address or model.name,
-        "repo_id": model.repo_id,
-        "commit": model.commit,
+        "name": model.known_as,
+        **(adapted if model.adapter else {}),
+        "repo_id": place.repo_id,
+        "commit": place.commit,
         "index_sha256": files.index_sha256,
         "files": [
             {

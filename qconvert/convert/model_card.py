@@ -41,7 +41,7 @@ def model_card(
         "---",
         f"# {name}",
         "",
-        f"Made from `{manifest['source']['name']}` with qconvert "
+        f"Made from {_source(manifest['source'])} with qconvert "
         f"{manifest['tool']['version']} (`qconvert {manifest['command']}`).",
         "",
         f"{parameter_table.parameters:,} parameters in {size(parameter_table.nbytes)}, "
@@ -67,6 +67,12 @@ def model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _source(record: Json) -> str:
+    """The source in words: its name, and the base of an adapter."""
+    merged = f", merged into `{record['base']}`," if "base" in record else ""
+    return f"`{record['name']}`{merged}"
 
 
 def _recipe(manifest: Json) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import open_checkpoint
+from qconvert.checkpoint.resolved import open_found
 from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.evaluate.corpora import load_text
@@ -60,5 +60,5 @@ def _hashes_now(report: PerplexityReport, name: str, label: str) -> object:
         origin = SavedReference(Path(report.saved_reference)).model.origin
     else:
         found = resolve(name, revision=report.request["revision"])
-        origin = origin_of(open_checkpoint(found.path), name, found.commit)
+        origin = origin_of(open_found(found), name, found.commit)
     return None if origin is None else (origin.manifest_sha256, origin.files)

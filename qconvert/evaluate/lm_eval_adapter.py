@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qconvert.checkpoint.dialogue import dialogue_of
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import open_checkpoint
+from qconvert.checkpoint.resolved import open_found
 from qconvert.evaluate.measure import load_runtime
 from qconvert.formats.tokenizers.prompts import Detokenizer
 from qconvert.runtime.generate import Sampler, generate
@@ -55,7 +55,7 @@ class QConvertLM(TemplateLM):  # type: ignore[misc]
 
     def __init__(self, path: str, device: str = "cpu", revision: str | None = None, **_: Any) -> None:
         super().__init__()
-        checkpoint = open_checkpoint(resolve(path, revision=revision).path)
+        checkpoint = open_found(resolve(path, revision=revision))
         # The harness names cuda:0 where the user named nothing.
         self.decoder = load_runtime(checkpoint, device=device if torch.cuda.is_available() else "cpu")
         self.dialogue = dialogue_of(checkpoint)

@@ -13,7 +13,8 @@ import torch
 
 from qconvert.checkpoint.by_role import AS_LOADED, Activations, CheckpointWeights
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.checkpoint.resolved import open_found
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, load_text
 from qconvert.evaluate.in_turn import Within
@@ -86,7 +87,7 @@ def perplexity(
         found = resolve(name, revision=revision)
         how_read: dict[str, Any] = {"device": device, "dtype": dtype, "activations": activations}
         how_read["in_turn"] = within is not None
-        model = open_model(found.path, label, **how_read, name=name, commit=found.commit)
+        model = open_model(open_found(found), label, **how_read, name=name, commit=found.commit)
         loaded.append((model, found.path))
     first = 1 if reference and saved is None else 0
     positions = min(model.decoder.config.max_positions for model, _ in loaded)
@@ -137,7 +138,7 @@ def weights(
     `progress` is told how many weights of how many are compared.
     """
     found = [resolve(name, revision=revision) for name in (a, b)]
-    checkpoints = [open_checkpoint(each.path) for each in found]
+    checkpoints = [open_found(each) for each in found]
     first, second = labels or labels_of((a, b))
     report = compare_weights(checkpoints[0], checkpoints[1], (first, second), progress)
     origins = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from qconvert.checkpoint.by_role import AS_LOADED, INT8, Activations, CheckpointWeights
-from qconvert.checkpoint.open import open_checkpoint
+from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.containers.gguf_file import CALIBRATION
 from qconvert.core.dtypes import Json
 from qconvert.evaluate.lockstep import EvalModel
@@ -24,7 +24,7 @@ from qconvert.runtime.load import Streaming, load_decoder
 
 
 def open_model(
-    path: Path,
+    checkpoint: Checkpoint,
     label: str,
     *,
     device: str = "cpu",
@@ -34,14 +34,14 @@ def open_model(
     commit: str | None = None,
     in_turn: bool = False,
 ) -> EvalModel:
-    """The checkpoint in `path`, ready to be measured, in the layout that its device reads fastest.
+    """An opened checkpoint, ready to be measured, in the layout that its device reads fastest.
 
     `name` is what it was asked for as, `commit` the Hub's; its weights are hashed (`origins`). No dtype
     stands for float32 on the CPU and bfloat16 on a GPU; `evaluation_layout` is the rule for what lies packed.
     `activations` is as in `CheckpointWeights`. Of a model that is run `in_turn`, layers are read when they
     are needed, embedding and head by rows.
     """
-    checkpoint, place = open_checkpoint(path), find_device(device)
+    place = find_device(device)
     parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.traits)
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     weights = CheckpointWeights(checkpoint, activations=activations)
@@ -60,8 +60,10 @@ def open_model(
     nbytes = ModelBytes.of(config, weights, dtype, layout) if in_turn else None
     size_bytes = sum(file.size for file in checkpoint.files.files)
     said = weights.activations_in_words
-    origin = origin_of(checkpoint, name or str(path), commit)
-    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path, origin, said, nbytes)
+    origin = origin_of(checkpoint, name or str(checkpoint.path), commit)
+    return EvalModel(
+        label, decoder, size_bytes, parameter_table.bits_per_weight, checkpoint.path, origin, said, nbytes
+    )
 
 
 def calibrated_on(path: Path | None) -> frozenset[str]:

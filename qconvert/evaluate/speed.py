@@ -18,7 +18,7 @@ import torch
 
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import open_checkpoint
+from qconvert.checkpoint.resolved import open_found
 from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe
 from qconvert.runtime.config import DecoderConfig
@@ -87,7 +87,7 @@ def measure(model: str, test: SpeedTest, revision: str | None = None) -> ModelSp
 
 def _measure(model: str, test: SpeedTest, revision: str | None) -> ModelSpeed:
     use_threads(test.threads)
-    checkpoint = open_checkpoint(resolve(model, revision=revision).path)
+    checkpoint = open_found(resolve(model, revision=revision))
     decoder = load_decoder(
         DecoderConfig.of(checkpoint.architecture),
         CheckpointWeights(checkpoint),

@@ -107,6 +107,7 @@ def found_lines(model: str, found: Json, most: int | None = None) -> list[str]:
         rows.append(Row(r["role"], r["tensors"], r["parameters"], shapes, tuple(r["forms"]), r["bytes"]))
     lines += parameter_table_lines(ParameterTable(tuple(rows)), most)
     facts = {
+        "adapter merged into it": found.get("adapter"),
         "quantization": found["quantization"],
         "products": ", ".join(found["products"]),
         "fused": ", ".join(found["fusions"]),

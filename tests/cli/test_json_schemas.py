@@ -12,9 +12,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
+from safetensors import safe_open
 
 from qconvert.cli import COMMANDS
 from qconvert.evaluate import perplexity
+from tests.support.adapters import lora_arrays, write_peft
 from tests.support.commands import made, qconvert
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "schemas"
@@ -51,6 +53,8 @@ CALLS = [
     ("conversion", "unfuse {fused}", 0),
     ("conversion", "tie {untied}", 0),
     ("conversion", "untie {plain}", 0),
+    ("conversion", "merge {adapter} -o merged", 0),
+    ("inspect", "inspect {adapter}", 0),
     ("conversion", "dequantize {quantized}", 0),
     ("conversion", "convert {quantized} --to mlx --allow-requantize", 0),
     ("conversion", "convert {plain} --to gguf -o c.gguf", 0),
@@ -114,10 +118,14 @@ def registry() -> Registry:
 
 @pytest.fixture(scope="module")
 def words(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The models by name, a GGUF, and two texts."""
+    """The models by name, a GGUF, an adapter, and two texts."""
     folder = tmp_path_factory.mktemp("schemas")
     found = {path.name: path for path in models.iterdir()}
     found["gguf"] = made("to-gguf", models / "plain", "--type", "q8_0", "-o", folder / "m.gguf")
+    module = "model.layers.0.self_attn.q_proj"
+    with safe_open(models / "plain" / "model.safetensors", "np") as file:
+        shape = tuple(file.get_slice(f"{module}.weight").get_shape())
+    found["adapter"] = write_peft(folder / "lora", lora_arrays({module: shape}, 4), models / "plain")
     for name in ("text", "other"):
         found[name] = folder / f"{name}.txt"
         found[name].write_text(

@@ -39,6 +39,7 @@ WRONG = [
     ("unfuse", "unfuse nowhere --only mlp"),
     ("tie", "tie nowhere --max-memory some"),
     ("untie", "untie nowhere --shard-size -1"),
+    ("merge", "merge nowhere --shard-size -1"),
     ("dequantize", "dequantize nowhere -j 0"),
     ("convert", "convert nowhere --to marlin"),
     ("convert", "convert nowhere --to gptq --scheme int9"),

@@ -55,7 +55,9 @@ def scores(
     paths: list[Path], windows: list[Window], memory: EvalMemory | None, scratch: Path, **how: Any
 ) -> list[np.ndarray]:
     """All scores of a run, with the first model again as its echo."""
-    opened = [open_model(path, path.name, in_turn=memory is not None, **how) for path in paths]
+    opened = [
+        open_model(open_checkpoint(path), path.name, in_turn=memory is not None, **how) for path in paths
+    ]
     tracks = [*map(Track, opened), Track(opened[0], echo=True)]
     run = {} if memory is None else {"run": LayersInTurn(memory, scratch)}
     told: list[float] = []
@@ -102,7 +104,7 @@ def test_an_interrupted_run_keeps_what_it_has_scored(
     windows = [Window(at, at + 16, at + 1) for at in range(0, 96, 16)]
 
     def run(stop: float) -> tuple[int, np.ndarray]:
-        track = Track(open_model(models["bf16"], "m", in_turn=True))
+        track = Track(open_model(open_checkpoint(models["bf16"]), "m", in_turn=True))
         memory = fitted(EvalWork([LLAMA], 1, 16, 96), MemoryLimit(1 << 40))
 
         def tell(done: float, total: int) -> None:

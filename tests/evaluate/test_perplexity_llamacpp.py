@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qconvert.checkpoint.open import open_checkpoint
 from qconvert.evaluate.corpora import load_text
 from qconvert.evaluate.models import open_model
 from qconvert.evaluate.perplexity import run
@@ -30,8 +31,8 @@ def test_perplexity_and_divergence_are_those_that_llama_perplexity_printed(asset
     recorded = golden["files"]["Q4_K_M"]
     source = assets / "models" / "tiny-qwen3"
     report = run(
-        [open_model(folder / "tiny-qwen3-Q4_K_M.gguf", "Q4_K_M")],
-        reference=open_model(source, "base"),
+        [open_model(open_checkpoint(folder / "tiny-qwen3-Q4_K_M.gguf"), "Q4_K_M")],
+        reference=open_model(open_checkpoint(source), "base"),
         tokenizer=source,
         text=folder / "ppl-60k.txt",
         protocol="llamacpp512",
@@ -58,7 +59,7 @@ def test_perplexity_of_our_f32_file_is_that_of_llama_cpps_logits(assets: Path, t
         scored = np.arange(FIRST, CONTEXT - 1)
         losses.append(-log_p_TV[scored, window[scored + 1]])
     report = run(
-        [open_model(out, "ours")],
+        [open_model(open_checkpoint(out), "ours")],
         reference=None,
         tokenizer=source,
         text=text,

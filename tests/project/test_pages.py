@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import PAGES, README, ROOT, blocks, comparable, transcript
+from tests.pages import PAGES, README, ROOT, blocks, comparable, transcript, with_adapter
 from tests.support.warm_commands import warm_qconvert
 
 WITH_BLOCKS = [name for name, page in PAGES.items() if any(blocks(page.read_text(encoding="utf-8")))]
@@ -24,6 +24,7 @@ def warm() -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_console_blocks_are_real_output(name: str, warm: Path, tmp_path: Path) -> None:
+    with_adapter(tmp_path)
     for block in blocks(PAGES[name].read_text(encoding="utf-8")):
         printed = transcript(block, tmp_path, warm)
         assert comparable(block, printed) == comparable(block, block.body), block.commands

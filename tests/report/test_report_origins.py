@@ -207,7 +207,7 @@ def test_views_show_the_verdict_first_and_the_glossary_last() -> None:
 
 def test_samples_are_what_generate_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     text = demo_text("held-out").text
-    model = open_model(MODEL_DIR, "embedded")
+    model = open_model(open_checkpoint(MODEL_DIR), "embedded")
     monkeypatch.setattr(samples, "_PLACES", (0.25,))
     (sample,) = samples.continuations([model, replace(model, label="twice")], MODEL_DIR, text)
     at = text.index(sample.prompt + sample.text)

@@ -107,7 +107,7 @@ class SafetensorsFolder:
         files = {file.name: file.size for file in self._files}
         record = manifest(source, self.compiled, outcome, hashes, files, self.options)
         found = write_manifest(folder / FILE_NAME, record, self.compiled, outcome, hashes)
-        readme, repo_id = source.checkpoint.files.readme, source.location.repo_id
+        readme, repo_id = source.checkpoint.files.readme, source.location.place.repo_id
         code = [path.name for path in source.checkpoint.files.sidecars.code]
         card = model_card(out.name, record, self.compiled, readme, repo_id, code, exact=found.exact)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,254 @@
+"""Reads adapters: low-rank changes of a model's weights, which PEFT and mlx-lm save by themselves.
+
+A folder of PEFT's (https://huggingface.co/docs/peft, `save_pretrained`) has adapter_config.json and
+adapter_model.safetensors, one of mlx-lm's (`mlx_lm.lora`) adapter_config.json and adapters.safetensors. What
+their tools compute otherwise than by a product of two matrices is refused here, by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from pathlib import Path
+
+from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
+from qconvert.formats.io.strict_json import read_json_object
+
+ADAPTER_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS, MLX_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"
+WEIGHTS = (PEFT_WEIGHTS, MLX_WEIGHTS)
+
+_PEFT_PREFIX = "base_model.model."
+_ARRAYS = {
+    # PEFT, of a linear: A [r, in] and B [out, r], as they are multiplied.
+    ".lora_A.weight": "right", ".lora_B.weight": "left",
+    # PEFT, of an embedding: A [r, vocabulary] and B [hidden, r]; mlx-lm: a [in, r] and b [r, out].
+    ".lora_embedding_A": "left_T", ".lora_embedding_B": "right_T", ".lora_a": "right_T", ".lora_b": "left_T",
+    # DoRA.
+    ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude", ".m": "magnitude",
+}  # fmt: skip
+# What PEFT's `LoraConfig` can say that is no product of two matrices added to a weight of the same base.
+_OTHER_ARITHMETIC = (
+    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+    "use_qalora", "lora_bias", "megatron_config", "arrow_config",
+)  # fmt: skip
+# Initial weights for which PEFT takes something away from the base, too.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
+_MOST_RANK = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to a weight [out, in]: `scale * left [out, r] @ right [r, in]`, both named as stored.
+
+    Arrays that lie `transposed` are [r, out] and [in, r]. With a `magnitude` [out] (DoRA), rows of the sum
+    get these lengths.
+    """
+
+    left: str
+    right: str
+    rank: int
+    scale: float
+    transposed: bool = False
+    magnitude: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An opened adapter: what it adds to weights, and the tensors that it holds whole, by the base's names.
+
+    `base` is what its config calls the model that it was trained on, "" where it does not say.
+    """
+
+    folder: Path
+    base: str
+    file: SafetensorsFile
+    low_rank: Mapping[str, LowRank]
+    whole: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """What it is, in words: `LoRA of rank 16, 112 linears`."""
+        ranks = sorted({each.rank for each in self.low_rank.values()})
+        rank = f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
+        kind = "DoRA" if any(each.magnitude for each in self.low_rank.values()) else "LoRA"
+        told = [f"{kind}{rank}, {len(self.low_rank)} weights"] if self.low_rank else []
+        return ", ".join([*told, *([f"{len(self.whole)} tensors replaced"] if self.whole else [])])
+
+    def spec(self, name: str) -> TensorSpec:
+        """The element type and shape of one of its arrays."""
+        return self.file.header.specs[name]
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter and no model of its own."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: Path) -> str:
+    """What an adapter's config calls its base; "" where it does not say. CorruptCheckpoint for no text."""
+    config = read_json_object(folder / ADAPTER_CONFIG)
+    base = config.get("base_model_name_or_path", config.get("model")) or ""
+    if not isinstance(base, str):
+        raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: base_model_name_or_path is {shown(base)}, not a text")
+    revision = config.get("revision")
+    return f"{base}@{revision}" if base and isinstance(revision, str) and revision else base
+
+
+def weights_of(folder: Path) -> str:
+    """The name of the file with an adapter's arrays; UnsupportedModel where there is none to be read."""
+    found = next((name for name in WEIGHTS if (folder / name).exists()), None)
+    if found is not None:
+        return found
+    pickled = (folder / "adapter_model.bin").exists()
+    fact = f"{folder.name}: holds {ADAPTER_CONFIG}, but no {PEFT_WEIGHTS}"
+    hint = "save it again with save_pretrained(..., safe_serialization=True): pickles are never opened"
+    raise UnsupportedModel(fact, hint if pickled else f"copy {PEFT_WEIGHTS} or {MLX_WEIGHTS} there")
+
+
+def open_adapter(folder: Path) -> Adapter:
+    """Opens an adapter; only its header is read.
+
+    Raises UnsupportedModel for arithmetic that is not known here, CorruptCheckpoint where arrays and config
+    disagree.
+    """
+    config = read_json_object(folder / ADAPTER_CONFIG)
+    file = SafetensorsFile(folder / weights_of(folder))
+    try:
+        specs = file.header.specs
+        scale = _mlx_scale(config) if "fine_tune_type" in config else _peft_scale(config)
+        low_rank, whole = _arrays(specs.values(), scale)
+    except BaseException:
+        file.close()
+        raise
+    if not low_rank and not whole:
+        file.close()
+        raise CorruptCheckpoint(f"{file.header.path.name}: holds no arrays of an adapter")
+    return Adapter(folder, base_of(folder), file, low_rank, whole)
+
+
+class _Scale:
+    """The factor of an adapter's products: `alpha / r`, by module where patterns say so."""
+
+    def __init__(self, alpha: float, rank: int | None, patterns: Mapping[str, float], root: bool) -> None:
+        self.alpha, self.rank, self.patterns, self.root = alpha, rank, patterns, root
+
+    def of(self, module: str, rank: int) -> float:
+        """Of one module, whose arrays have this rank (`LoraLayer.update_layer`, `scale_layer`)."""
+        alpha = next((a for key, a in self.patterns.items() if _is_named(module, key)), self.alpha)
+        if self.rank is None:
+            return alpha
+        return alpha / sqrt(rank) if self.root else alpha / rank
+
+
+def _is_named(module: str, pattern: str) -> bool:
+    """Whether PEFT's `get_pattern_key` takes a pattern for a module: the end of its name, or all of it."""
+    name = pattern.removeprefix("^").removesuffix("$")
+    return module == name or (not pattern.startswith("^") and module.endswith(f".{name}"))
+
+
+def _peft_scale(config: Json) -> _Scale:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModel(
+            f"{ADAPTER_CONFIG}: peft_type is {shown(kind)}, not LORA",
+            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+        )
+    initial = str(config.get("init_lora_weights")).lower()
+    odd = next((key for key in _OTHER_ARITHMETIC if config.get(key)), None)
+    if odd is None and initial.startswith(_CHANGED_BASES):
+        odd = f"init_lora_weights {shown(initial)} (which changes the base)"
+    if odd is not None:
+        raise UnsupportedModel(
+            f"{ADAPTER_CONFIG}: {odd} is not known here",
+            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+        )
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(map(_PLAIN_PATTERN.fullmatch, patterns)):
+        raise UnsupportedModel(
+            f"{ADAPTER_CONFIG}: alpha_pattern {shown(patterns)} has more than names of modules",
+            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+        )
+    alphas = {key: _number(value, "alpha_pattern") for key, value in patterns.items()}
+    rank = config.get("r")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST_RANK:
+        raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: r is {shown(rank)}, not a rank of 1 to {_MOST_RANK:,}")
+    return _Scale(
+        _number(config.get("lora_alpha"), "lora_alpha"), rank, alphas, bool(config.get("use_rslora"))
+    )
+
+
+def _mlx_scale(config: Json) -> _Scale:
+    """Of `mlx_lm.lora`: its `scale` is the factor itself (`LoRALinear.fuse`)."""
+    kind, parameters = config.get("fine_tune_type"), config.get("lora_parameters")
+    if kind not in ("lora", "dora"):
+        raise UnsupportedModel(
+            f"{ADAPTER_CONFIG}: fine_tune_type is {shown(kind)}, neither lora nor dora",
+            "fuse it with its own tool: mlx_lm.fuse",
+        )
+    scale = parameters.get("scale") if isinstance(parameters, dict) else None
+    return _Scale(_number(scale, "lora_parameters.scale"), None, {}, root=False)
+
+
+def _number(value: object, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: {key} is {shown(value)}, not a number")
+    return float(value)
+
+
+def _arrays(specs: Iterable[TensorSpec], scale: _Scale) -> tuple[dict[str, LowRank], dict[str, str]]:
+    """The products by the names of the weights that they are added to, and tensors that are there whole."""
+    parts: dict[str, dict[str, TensorSpec]] = {}
+    whole: dict[str, str] = {}
+    for spec in specs:
+        module, part = _part(spec.name)
+        if part is None:
+            whole[module] = spec.name
+        else:
+            parts.setdefault(module, {})[part] = spec
+    return {f"{module}.weight": _product(module, found, scale) for module, found in parts.items()}, whole
+
+
+def _part(name: str) -> tuple[str, str | None]:
+    """The module that an array belongs to and what it is of it; of another tensor, its own name and None."""
+    plain = name.removeprefix(_PEFT_PREFIX)
+    for end, part in _ARRAYS.items():
+        if plain.endswith(end):
+            return plain.removesuffix(end), part
+    if "lora_" in plain or ".token_adapter." in plain:
+        raise UnsupportedModel(
+            f"{shown(name)}: an array of an adapter that is not known here",
+            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+        )
+    for infix in (".base_layer.", ".modules_to_save."):
+        plain = plain.replace(infix, ".")
+    return plain, None
+
+
+def _product(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> LowRank:
+    turned = "left_T" in parts or "right_T" in parts
+    left, right = (parts.get(f"{side}_T" if turned else side) for side in ("left", "right"))
+    if left is None or right is None:
+        raise CorruptCheckpoint(f"{shown(module)}: the adapter has {len(parts)} of its two matrices")
+    if len(left.shape) != 2 or len(right.shape) != 2:
+        shapes = f"{list(left.shape)} and {list(right.shape)}"
+        raise UnsupportedModel(
+            f"{shown(module)}: the adapter's arrays have shapes {shapes}, not those of matrices",
+            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+        )
+    rank, other = (left.shape[0], right.shape[1]) if turned else (left.shape[1], right.shape[0])
+    if rank != other or not 1 <= rank <= _MOST_RANK:
+        raise CorruptCheckpoint(f"{shown(module)}: matrices of ranks {rank} and {other}")
+    if odd := next((spec for spec in parts.values() if not spec.dtype.is_float), None):
+        raise UnsupportedModel(
+            f"{shown(odd.name)}: {odd.dtype.label}, not a float of 16, 32 or 64 bits", "save it as float32"
+        )
+    magnitude = parts.get("magnitude")
+    return LowRank(
+        left.name, right.name, rank, scale.of(module, rank), turned, magnitude.name if magnitude else None
+    )
