@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.huggingface.adapter import Adapter, LowRank
@@ -43,8 +43,10 @@ def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
     bases |= {name: names.base_of(name) for name in products if name not in bases}
     for name, product in products.items():
         _check_shapes(name, bases[name], product, adapter)
+    encodings = {dtype: Unquantized(dtype) for dtype in DType if dtype.is_float}
     changed = {
-        name: ModelTensor(name, stored.shape, _plain(names.base_of(name))) for name, stored in bases.items()
+        name: ModelTensor(name, stored.shape, encodings[_dtype(names.base_of(name))], merged=True)
+        for name, stored in bases.items()
     }
     config = _config(base, changed)
     files = _files(base.files, adapter, folder, config)
@@ -120,10 +122,13 @@ def _unique_ends(names: Iterable[str]) -> Mapping[str, str]:
     return {end: name for end, name in found.items() if end not in twice}
 
 
-def _plain(tensor: ModelTensor) -> Unquantized:
-    """The encoding of a changed tensor: plain numbers in the type that the base's are computed in."""
+def _dtype(tensor: ModelTensor) -> DType:
+    """The type of a changed tensor: the one that the base's numbers are stored, or computed, in."""
     encoding = tensor.encoding
-    return encoding if isinstance(encoding, Unquantized) else Unquantized(encoding.decoded)
+    dtype = encoding.dtype if isinstance(encoding, Unquantized) else encoding.decoded
+    if not dtype.is_float:
+        raise CorruptCheckpoint(f"{shown(tensor.name)}: holds {dtype.label}, to which nothing can be added")
+    return dtype
 
 
 def _check_shapes(name: str, base: ModelTensor, product: LowRank, adapter: Adapter) -> None:
@@ -137,10 +142,6 @@ def _check_shapes(name: str, base: ModelTensor, product: LowRank, adapter: Adapt
     if product.magnitude is not None and adapter.spec(product.magnitude).count != base.rows:
         count = adapter.spec(product.magnitude).count
         raise CorruptCheckpoint(f"{shown(product.magnitude)}: {count:,} lengths of {base.rows:,} rows")
-    if not isinstance(base.encoding, Unquantized):
-        return
-    if not base.encoding.dtype.is_float:
-        raise CorruptCheckpoint(f"{shown(name)}: holds {base.encoding.label}, to which nothing can be added")
 
 
 def _config(base: Checkpoint, changed: Mapping[str, ModelTensor]) -> Json:

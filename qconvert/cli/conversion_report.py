@@ -356,7 +356,8 @@ class GGUFReport:
 
     def _certificate(self, result: Result) -> str:
         """What became of a source that was quantized already: `exact, `, or how many tensors are what."""
-        if self.job.source.checkpoint.quantization is None:
+        checkpoint = self.job.source.checkpoint
+        if checkpoint.quantization is None and not checkpoint.adapter:
             return ""
         found = result.record["certificates"]
         if set(found) == {"exact"}:

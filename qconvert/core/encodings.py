@@ -218,11 +218,15 @@ def by_identity(encodings: Iterable[AnyEncoding]) -> dict[int, AnyEncoding]:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor(Shaped):
-    """A tensor of the model, however many arrays store it: name, shape as computed with, encoding."""
+    """A tensor of the model, however many arrays store it: name, shape as computed with, encoding.
+
+    A `merged` one is the sum of a base's and an adapter's; its encoding is no object that others have.
+    """
 
     name: str
     shape: tuple[int, ...]
     encoding: Encoding
+    merged: bool = False
 
     def row_of_a_table(self) -> tuple[str, str, str]:
         """Name, shape and encoding, as tables show them."""

@@ -24,7 +24,9 @@ from qconvert.models import Binding
 from qconvert.ops import Op
 
 _NAME, _QUANTIZES = attrgetter("name"), attrgetter("quantizes")
-Certificate = Literal["exact", "measured", "cast", "folded", "dequantized", "quantized", "requantized"]
+Certificate = Literal[
+    "exact", "measured", "cast", "folded", "merged", "dequantized", "quantized", "requantized"
+]
 
 
 class RowSlice(NamedTuple):
@@ -153,6 +155,8 @@ class Unit(NamedTuple):
             return "dequantized"
         if "cast" in found:
             return "cast"
+        if any(piece.tensor.merged for piece in self.inputs):
+            return "merged"
         return "measured" if code_error else "exact"
 
 

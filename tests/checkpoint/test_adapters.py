@@ -201,6 +201,13 @@ def test_what_is_printed_and_recorded_names_both(base: Path, adapter: Path, tmp_
         f"my-lora merged into base  ->  {tmp_path / 'out'}/",
         "adapter: LoRA of rank 4, 3 weights",
     ]
+    assert qconvert("merge", adapter, "-o", tmp_path / "merged").err.splitlines()[-1].startswith("done in ")
+    record = json.loads((tmp_path / "merged" / "qconvert.json").read_text())
+    kinds = {name: entry["certificate"]["kind"] for name, entry in record["tensors"].items()}
+    assert {name for name, kind in kinds.items() if kind == "merged"} == {
+        f"{each}.weight" for each in MODULES
+    }
+    assert set(kinds.values()) == {"merged", "exact"}
     source = json.loads((tmp_path / "out" / "qconvert.json").read_text())["source"]
     assert (source["name"], source["base"]) == ("my-lora", "base")
     assert [file["name"] for file in source["files"]] == ["model.safetensors", "adapter_model.safetensors"]
