@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
+from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SINGLE_FILE, SafetensorsFile
 from qconvert.formats.io.strict_json import read_json_object
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -40,6 +40,7 @@ _OTHER_ARITHMETIC = (
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _MOST_RANK = 1 << 14
+_ELSEWHERE = "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,9 @@ class Adapter:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no model of its own."""
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+    """Whether a folder holds an adapter and no weights of a model; some have the base's config beside it."""
+    whole = (folder / name for name in (SINGLE_FILE, INDEX_FILE))
+    return (folder / ADAPTER_CONFIG).is_file() and not any(path.exists() for path in whole)
 
 
 def base_of(folder: Path) -> str:
@@ -157,7 +159,7 @@ def _peft_scale(config: Json) -> _Scale:
     if kind != "LORA":
         raise UnsupportedModel(
             f"{ADAPTER_CONFIG}: peft_type is {shown(kind)}, not LORA",
-            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+            _ELSEWHERE,
         )
     initial = str(config.get("init_lora_weights")).lower()
     odd = next((key for key in _OTHER_ARITHMETIC if config.get(key)), None)
@@ -166,13 +168,13 @@ def _peft_scale(config: Json) -> _Scale:
     if odd is not None:
         raise UnsupportedModel(
             f"{ADAPTER_CONFIG}: {odd} is not known here",
-            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+            _ELSEWHERE,
         )
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_PLAIN_PATTERN.fullmatch, patterns)):
         raise UnsupportedModel(
             f"{ADAPTER_CONFIG}: alpha_pattern {shown(patterns)} has more than names of modules",
-            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+            _ELSEWHERE,
         )
     alphas = {key: _number(value, "alpha_pattern") for key, value in patterns.items()}
     rank = config.get("r")
@@ -223,7 +225,7 @@ def _part(name: str) -> tuple[str, str | None]:
     if "lora_" in plain or ".token_adapter." in plain:
         raise UnsupportedModel(
             f"{shown(name)}: an array of an adapter that is not known here",
-            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+            _ELSEWHERE,
         )
     for infix in (".base_layer.", ".modules_to_save."):
         plain = plain.replace(infix, ".")
@@ -239,7 +241,7 @@ def _product(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> Low
         shapes = f"{list(left.shape)} and {list(right.shape)}"
         raise UnsupportedModel(
             f"{shown(module)}: the adapter's arrays have shapes {shapes}, not those of matrices",
-            "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+            _ELSEWHERE,
         )
     rank, other = (left.shape[0], right.shape[1]) if turned else (left.shape[1], right.shape[0])
     if rank != other or not 1 <= rank <= _MOST_RANK:

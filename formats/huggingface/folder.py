@@ -239,7 +239,7 @@ def _refuse_other_weights(folder: Path) -> None:
     if "adapter_config.json" in names:
         raise UnsupportedModel(
             f"{folder}: holds a LoRA adapter, not a model",
-            "merge it into its base model first: merge_and_unload() in peft, then save_pretrained()",
+            "open it with its base, as the commands do that are given its folder",
         )
     for name in names:
         if name.endswith(".safetensors"):

@@ -386,6 +386,25 @@ def test_what_cannot_be_merged_is_refused_by_its_name(adapter: Path, tmp_path: P
     assert not (tmp_path / "out").exists() and "Traceback" not in ran.err
 
 
+def test_trainers_put_the_base_config_beside_an_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
+    lora = tmp_path / "my-lora"
+    shutil.copytree(adapter, lora)
+    shutil.copy(base / "config.json", lora)
+    for model in (adapter, lora):
+        assert (
+            qconvert("quantize", model, "--bits", "4", "-o", tmp_path / f"out-{model.parent.name}").code == 0
+        )
+    outs = [path.read_bytes() for path in tmp_path.glob("out-*/model.safetensors")]
+    assert len(outs) == 2 and outs[0] == outs[1]
+
+
+def test_no_output_replaces_what_it_is_made_of(base: Path, adapter: Path) -> None:
+    for source in (base, adapter):
+        ran = qconvert("quantize", adapter, "--bits", "4", "-o", source, "--overwrite")
+        assert ran.code == 1 and (base / "model.safetensors").exists(), ran.err
+        assert (adapter / "adapter_model.safetensors").exists()
+
+
 def test_a_model_is_not_taken_for_an_adapter(base: Path, tmp_path: Path) -> None:
     ran = qconvert("merge", base, "-o", tmp_path / "out")
     assert ran.code == 1 and "is a model, not an adapter" in ran.err

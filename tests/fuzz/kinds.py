@@ -10,7 +10,9 @@ from pathlib import Path
 
 from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.calibrate.statistics_file import open_statistics
+from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import open_checkpoint
+from qconvert.checkpoint.resolved import open_found
 from qconvert.cli.inspect import describe
 from qconvert.convert.resume import RunJournal
 from qconvert.formats.gguf.reader import GGUFFile
@@ -24,6 +26,7 @@ from tests.fuzz.commands import drive_folder, drive_gguf, drive_part, folders, g
 from tests.fuzz.mutations import changed_bytes, changed_json, changed_value
 from tests.gguf.test_gguf_kimi import as_published, kimi
 from tests.models.test_deepseek_v4 import published
+from tests.support.adapters import lora_arrays, write_peft
 from tests.support.commands import made
 from tests.support.gguf_models import imatrix_dat
 from tests.support.models import tiny
@@ -93,6 +96,9 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "recipe": Kind((_recipe(folder),), changed_bytes, load_recipe),
         "layouts": Kind(_of_layouts(folder / "layouts"), _changed_folder, drive_folder, share=4),
         "GGUF types": Kind(_of_types(folder / "types"), _changed_start, drive_gguf, share=3),
+        "adapters": Kind(
+            _of_adapter(folder / "adapter", plain), _changed_folder, lambda path: _read_adapter(path, plain)
+        ),
         "families": Kind(_of_families(folder / "families"), _changed_folder, drive_folder),
         "GGUF in parts": Kind(_in_parts(plain, folder / "parts"), _changed_start, drive_part),
     }
@@ -103,6 +109,12 @@ def _of_layouts(folder: Path) -> tuple[Path, ...]:
     return tuple(
         each / name for each in folders(folder, {**SIZES, "intermediate_size": 64}) for name in names
     )
+
+
+def _of_adapter(folder: Path, base: Path) -> tuple[Path, ...]:
+    shapes = {f"model.layers.0.{name}": (64, 64) for name in ("self_attn.q_proj", "self_attn.o_proj")}
+    write_peft(folder, lora_arrays(shapes, 4), base, alpha_pattern={"q_proj": 2}, use_rslora=True)
+    return folder / "adapter_config.json", folder / "adapter_model.safetensors"
 
 
 def _of_types(folder: Path) -> tuple[Path, ...]:
@@ -201,6 +213,17 @@ def _recipe(folder: Path) -> Path:
         "  slots:\n  - {role: attn.x, module: 'layers.{layer}.x', shape: [head_dim, 3], kind: norm}\n"
     )
     return path
+
+
+def _read_adapter(path: Path, base: Path) -> None:
+    """Read every tensor of the merged model; whatever a config calls the base, it is this one."""
+    checkpoint = open_found(resolve(f"{base}+{path.parent}"))
+    try:
+        describe(checkpoint, list_tensors=True)
+        for tensor in checkpoint.tensors.values():
+            checkpoint.reader.read(tensor, 0, tensor.rows)
+    finally:
+        checkpoint.files.close()
 
 
 def _read_model(path: Path) -> None:
