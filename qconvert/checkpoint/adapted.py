@@ -43,9 +43,10 @@ def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
     bases |= {name: names.base_of(name) for name in products if name not in bases}
     for name, product in products.items():
         _check_shapes(name, bases[name], product, adapter)
+    ranks = {name: product.rank for name, product in products.items()}
     encodings = {dtype: Unquantized(dtype) for dtype in DType if dtype.is_float}
     changed = {
-        name: ModelTensor(name, stored.shape, encodings[_dtype(names.base_of(name))], merged=True)
+        name: ModelTensor(name, stored.shape, encodings[_dtype(names.base_of(name))], ranks.get(name, 0))
         for name, stored in bases.items()
     }
     config = _config(base, changed)

@@ -59,6 +59,8 @@ TRANSPOSED_BLOCK_BYTES = 64 << 20
 MOST_CODE_ERROR = 0.1
 # float32 or code scratch and packed output, per weight, beside the input itself.
 SCRATCH_PER_WEIGHT = 6
+# A number of a product that is added as rows are read: as it is stored, in float32, and in another order.
+MERGED_PER_WEIGHT = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +240,12 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
     output = unit.output
     if output.rows == 0:
         return [Block(unit, 0, 0, 0)]
-    rows, per_row = _block_rows(unit, layout, limit, granule)
+    rows, per_row, always = _block_rows(unit, layout, limit, granule)
+    starts = range(0, output.rows, rows)
+    stops = [min(start + rows, output.rows) for start in starts]
     return [
-        Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
-        for start in range(0, output.rows, rows)
+        Block(unit, start, stop, always + per_row * (stop - start))
+        for start, stop in zip(starts, stops, strict=True)
     ]
 
 
@@ -262,18 +266,21 @@ def _cut_all(units: Iterable[Unit], layout: Layout, limit: int, granule: Granule
 
 def block_cost(unit: Unit, layout: Layout, limit: int) -> int:
     """The working memory of the largest of the blocks that `cut` makes of a unit, in bytes."""
-    rows, per_row = _block_rows(unit, layout, limit)
-    return min(rows, unit.output.rows) * per_row
+    rows, per_row, always = _block_rows(unit, layout, limit)
+    return always + min(rows, unit.output.rows) * per_row
 
 
-def _block_rows(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> tuple[int, int]:
-    """The rows of a unit's blocks, and the working memory of each row."""
+def _block_rows(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> tuple[int, int, int]:
+    """The rows of a unit's blocks, the working memory of each row, and that of a block beside its rows."""
     encoding = unit.source.encoding
     nbytes = encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
     nbytes = max(nbytes, 4) if unit.is_scaled else nbytes
-    per_row = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT))
+    per_row, always = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT)), 0
+    if rank := unit.source.adapter_rank:
+        per_row += MERGED_PER_WEIGHT * (unit.source.width + rank)
+        always = MERGED_PER_WEIGHT * unit.source.width * rank
     step = lcm(granule, layout.row_alignment(unit.output), *(op.granule for op in unit.ops))
-    return max(step, limit // per_row // step * step), per_row
+    return max(step, limit // per_row // step * step), per_row, always
 
 
 def _make(

@@ -220,13 +220,14 @@ def by_identity(encodings: Iterable[AnyEncoding]) -> dict[int, AnyEncoding]:
 class ModelTensor(Shaped):
     """A tensor of the model, however many arrays store it: name, shape as computed with, encoding.
 
-    A `merged` one is the sum of a base's and an adapter's; its encoding is no object that others have.
+    One that an adapter changes as it is read has the rank of what is added, 0 where the adapter replaces it;
+    its encoding is an object of such tensors alone.
     """
 
     name: str
     shape: tuple[int, ...]
     encoding: Encoding
-    merged: bool = False
+    adapter_rank: int | None = None
 
     def row_of_a_table(self) -> tuple[str, str, str]:
         """Name, shape and encoding, as tables show them."""

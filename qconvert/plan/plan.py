@@ -155,7 +155,7 @@ class Unit(NamedTuple):
             return "dequantized"
         if "cast" in found:
             return "cast"
-        if any(piece.tensor.merged for piece in self.inputs):
+        if any(piece.tensor.adapter_rank is not None for piece in self.inputs):
             return "merged"
         return "measured" if code_error else "exact"
 

@@ -16,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.checkpoint.resolved import open_found
+from qconvert.convert.runner import block_cost
 from qconvert.core.values import DenseRows
+from qconvert.plan.plan import copy_of
 from tests.support.adapters import PREFIX, as_mlx, lora_arrays, merged_f64, write_peft
 from tests.support.commands import qconvert
 from tests.support.models import EMBED, HEAD, stored, tiny
@@ -396,6 +398,17 @@ def test_trainers_put_the_base_config_beside_an_adapter(base: Path, adapter: Pat
         )
     outs = [path.read_bytes() for path in tmp_path.glob("out-*/model.safetensors")]
     assert len(outs) == 2 and outs[0] == outs[1]
+
+
+def test_the_memory_of_a_block_counts_what_is_added(base: Path, tmp_path: Path) -> None:
+    """Both matrices are held beside the rows, whatever their number."""
+    rank, module = 64, "model.layers.1.mlp.down_proj"
+    lora = write_peft(tmp_path / "lora", lora_arrays({module: MODULES[module]}, rank), base, rank)
+    plans = [copy_of(opened(model).bind()) for model in (base, lora)]
+    units = [next(u for u in plan.units if u.output.name == f"{module}.weight") for plan in plans]
+    before, after = (block_cost(unit, opened(base).layout, 1 << 20) for unit in units)
+    rows, width = MODULES[module]
+    assert after - before >= 4 * rank * (rows + width)
 
 
 def test_no_output_replaces_what_it_is_made_of(base: Path, adapter: Path) -> None:
