@@ -34,8 +34,8 @@ def merged(
     """Returns `w + scale * left @ right`, its rows scaled to `lengths_R` if there are some, in `dtype`.
 
     It is rounded once: products and sums are in float32, one after another from the first of the K, and
-    quantized weights are dequantized to float32 before. A float32 value is changed in place. `left_RK` [R, K],
-    `right_KI` [K, I] and `lengths_R` [R] are float32.
+    quantized weights are dequantized to float32 before. A float32 value is changed in place. `left_RK`
+    [R, K], `right_KI` [K, I] and `lengths_R` [R] are float32.
     """
     w_RI = np.require(numbers(value, DType.F32).rows_RI, requirements=["C", "W"])
     left_RK, right_KI = np.ascontiguousarray(left_RK), np.ascontiguousarray(right_KI)
