@@ -23,7 +23,7 @@ from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import amount, octets, open_regular, read_exactly
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_MADE_BY = "give the file that llama-imatrix wrote for this model"
+_MADE_BY = "give what `qconvert calibrate` or llama-imatrix wrote for this model"
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,10 +127,17 @@ def first_difference(before: Any, now: Any, name: str = "") -> str | None:
     return f"{name} was {_said(before)}, and is {_said(now)} now"
 
 
+_NAME = 20
+"""The most characters of a name; longer texts of a record are hashes."""
+
+
 def _said(value: Any) -> str:
-    """A value of JSON in a sentence."""
+    """A value of JSON in a sentence; of a record, only the short texts that name something."""
     if value is None or value is True or value is False:
         return {None: "not given", True: "yes", False: "no"}[value]
+    if isinstance(value, dict):
+        names = [each for each in value.values() if isinstance(each, str) and len(each) <= _NAME]
+        return f"given ({', '.join(names)})" if names else "given"
     return shown(value, 80)
 
 

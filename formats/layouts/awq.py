@@ -214,8 +214,10 @@ def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     ops, made = to_integers(tensor, encoding)
-    if made.bits != _BITS or tensor.rows % _PER_WORD:
-        raise refused(tensor, f"of {tensor.rows} rows does not fill AWQ's words (4 bits, eight rows)")
+    if made.bits != _BITS:
+        raise refused(tensor, f"has codes of {made.bits} bits, and awq stores 4")
+    if tensor.rows % _PER_WORD:
+        raise refused(tensor, f"of {tensor.rows} rows does not fill awq's words of {_PER_WORD} rows")
     check_column_order(tensor, made, NAME)
     return (*ops, Transcode("cast_scales", DType.F16))
 

@@ -6,6 +6,7 @@ The order of names is that of help texts, hints and the documentation's table.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module
 
 from qconvert.core.activations import ActivationScheme, Products
@@ -14,7 +15,7 @@ from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import Layout, Source
 from qconvert.core.schemes import Scheme
-from qconvert.errors import UnsupportedModel, shown
+from qconvert.errors import BadRecipe, UnsupportedModel, shown
 from qconvert.formats.layouts.base import Activations, Promise, RegisteredLayout
 from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
 
@@ -51,6 +52,14 @@ DEFAULT = next(iter(WRITTEN))
 def written() -> tuple[str, ...]:
     """The names of the layouts that can be written; imports none of them."""
     return tuple(WRITTEN)
+
+
+def check_written(name: str) -> None:
+    """Raise BadRecipe for a name that is none of `written`, with the nearest of them."""
+    if name not in WRITTEN:
+        near = get_close_matches(str(name), WRITTEN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of: {', '.join(WRITTEN)}"
+        raise BadRecipe(f"layout {name!r}: not one that is written", hint)
 
 
 def read_only() -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from qconvert.check.own_code import own_code
 from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
-from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
+from qconvert.check.subject import COMPUTED, ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
@@ -27,12 +27,14 @@ from qconvert.plan.loader_notices import mixed_stacks
 
 
 def lint(subject: Subject) -> list[Problem]:
-    """All problems, errors first; rules that fire on many tensors name the first and count the rest."""
-    found = [
-        problem
-        for rule in (_GGUF_RULES if subject.layout == "gguf" else RULES)
-        for problem in _gathered(rule(subject))
-    ]
+    """All problems, errors first; rules that fire on many tensors name the first and count the rest.
+
+    What is multiplied is not told of a model that the loader refuses.
+    """
+    rules = _GGUF_RULES if subject.layout == "gguf" else RULES
+    found = [problem for rule in rules for problem in _gathered(rule(subject))]
+    if any(problem.severity == ERROR for problem in found):
+        found = [problem for problem in found if problem.subject != COMPUTED]
     order = (ERROR, NEEDS, WARNING, NOTE)
     return sorted(found, key=lambda problem: order.index(problem.severity))
 
@@ -304,7 +306,7 @@ def _vocabulary(s: Subject) -> Iterator[Problem]:
 def _products(s: Subject) -> Iterator[Problem]:
     """What is multiplied, where config.json has a say in it."""
     if s.loader in _ROUNDING_INPUTS and s.products:
-        yield Problem(NOTE, "linears", f"{s.loader} computes {', '.join(map(str, s.products))}")
+        yield Problem(NOTE, COMPUTED, f"{s.loader} computes {', '.join(map(str, s.products))}")
 
 
 _ROUNDING_INPUTS = ("vllm", "sglang", "transformers")

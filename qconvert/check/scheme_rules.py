@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
+from qconvert.check.subject import COMPUTED, ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import (
     AffineInt,
@@ -159,7 +159,7 @@ def _cpu_kernels(s: Subject) -> Iterator[Problem]:
     eight_bit_inputs = any(product.widths == "W8A8" for product in s.products)
     if s.dtype is not DType.F16 and any(product.widths == "W4A16" for product in s.products):
         fact = "on CPUs with AMX, vllm rounds inputs of int4 to 8 bits (W4A8) in bfloat16"
-        yield Problem(NOTE, "linears", fact, "VLLM_CPU_INT4_W4A8=0 keeps them")
+        yield Problem(NOTE, COMPUTED, fact, "VLLM_CPU_INT4_W4A8=0 keeps them")
     for parameter, tensor, encoding in s.quantized:
         what = encoding.label
         if parameter.kind == "embedding":

@@ -13,6 +13,8 @@ from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 
 ERROR, NEEDS, WARNING, NOTE = "error", "needs", "warning", "note"
+# The subject of notes on what a loader multiplies, which hold of models that it loads.
+COMPUTED = "linears"
 # Loaders that stack q, k, v and gate, up into one matrix with one scheme.
 FUSING = ("vllm", "sglang")
 

@@ -91,15 +91,16 @@ class ResolvedModel:
     def name(self) -> str:
         """The name for outputs: the repository's, the folder's, or the file's stem.
 
-        Files and folders whose own names say nothing (model.safetensors, a snapshot in the Hub's cache) have
-        the name of what holds them.
+        Files and folders whose own names say nothing (model.safetensors, config.json, a snapshot in the Hub's
+        cache) have the name of what holds them.
         """
         if self.is_embedded:
             return EMBEDDED
         if self.repo_id is not None or self.address is not None:
             return (self.repo_id or self.address or "").rsplit("/", 1)[-1]
         path = self.path.resolve()
-        if path.is_file() and path.stem.startswith("model") and path.suffix != ".gguf":
+        unnamed = path.name == "config.json" or (path.stem.startswith("model") and path.suffix != ".gguf")
+        if unnamed and path.is_file():
             path = path.parent
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return path.parent.parent.name.rsplit("--", 1)[-1]

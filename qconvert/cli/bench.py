@@ -110,4 +110,8 @@ def _rates(speed: ModelSpeed) -> tuple[str, str]:
 
 
 def _shown(rate: Rate | None) -> str:
-    return "" if rate is None else f"{rate.mean:,.1f} ± {rate.deviation:.1f}"
+    """The mean of the rounds and their deviation, which a single round has none of."""
+    if rate is None:
+        return ""
+    spread = f" ± {rate.deviation:.1f}" if len(rate.rounds) > 1 else ""
+    return f"{rate.mean:,.1f}{spread}"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from qconvert.calibrate.calibration import METHODS
-from qconvert.cli.options import TokensType
+from qconvert.cli.options import NearestChoice, TokensType
 from qconvert.errors import BadRecipe
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,7 +20,7 @@ DEFAULT_TOKENS = 32 << 10
 _OPTIONS = (
     click.option(
         "--method",
-        type=click.Choice(list(METHODS), case_sensitive=False),
+        type=NearestChoice(list(METHODS), case_sensitive=False),
         default="nearest",
         show_default=True,
         help="How codes are chosen: the nearest ones (nearest, or rtn), those of scaled columns (awq), or "

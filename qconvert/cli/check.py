@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from qconvert.cli.checking import end_with_json, told_of
 from qconvert.cli.exit_codes import one_of, tell_with_errors
-from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
+from qconvert.cli.options import (
+    NearestChoice,
+    examples,
+    json_option,
+    models_argument,
+    quiet_option,
+    revision_option,
+)
 from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
@@ -19,26 +26,9 @@ if TYPE_CHECKING:
     from qconvert.core.dtypes import Json
 
 
-class _Loader(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
-    """One of the loaders; an error has the nearest, which may differ by a dot alone."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            return str(super().convert(value, param, ctx))
-        except click.BadParameter as error:
-            from difflib import get_close_matches
-
-            near = get_close_matches(str(value).lower(), LOADERS, n=1)
-            if not near:
-                raise
-            raise click.BadParameter(
-                f"{error.message.rstrip('.')}; did you mean {near[0]!r}?", ctx, param
-            ) from None
-
-
 @click.command("check", epilog=examples("qconvert check ./model-int4-g128 --for vllm --tp 4"))
 @models_argument()
-@click.option("--for", "loader", type=_Loader(LOADERS), required=True, help="The loader to ask for.")
+@click.option("--for", "loader", type=NearestChoice(LOADERS), required=True, help="The loader to ask for.")
 @click.option(
     "--tp",
     type=click.IntRange(1, 1024),

@@ -43,9 +43,11 @@ def named(scheme: str | None, layout: str | None, option: str = "--layout") -> t
     if found is None:
         return scheme, layout or _layout_of(scheme)
     if found.layout and layout and layout != found.layout:
+        own = registry.traits_of(layout).codebook(found.scheme)
+        like = f", or --scheme {own.name}, the codes of {layout} that are most like it" if own else ""
         raise BadRecipe(
-            f"{option} {layout}: does not hold scheme {scheme}, and {found.layout} does",
-            f"write {option} {found.layout}",
+            f"{option} {layout}: scheme {scheme} names settings of {found.layout}",
+            f"write {option} {found.layout}{like}",
         )
     return found.scheme, found.layout or layout
 
@@ -103,19 +105,14 @@ def send_on(models: Sequence[str], asked: Mapping[str, Any], out: Path | None) -
     """
     from qconvert.plan.passes.transcode import layouts_with
 
-    scheme, layout = asked["scheme"] or "", asked["layout"] or ""
-    rule = next((text for text in asked["rules"] if layouts_with(text.rpartition("=")[2])), None)
-    traits = registry.traits_of(layout)
-    if not (layouts_with(scheme) or rule or traits.default_codebook):
+    layout, schemes = asked["layout"] or "", [rule.rpartition("=")[2] for rule in asked["rules"]]
+    table = next(filter(layouts_with, [asked["scheme"] or "", *schemes]), None)
+    if table is None:
         return
-    table = scheme or (rule.rpartition("=")[2] if rule else "")
-    if not layouts_with(table):
-        table = traits.codebooks[0].name
     held = layouts_with(table)
     given = ["qconvert", "convert", *models, "--to", layout if layout in held else held[0], "--scheme", table]
     command = shlex.join([*given, *(["-o", str(out)] if out else [])])
-    what = f"--layout {layout}" if not (layouts_with(scheme) or rule) else f"scheme {table!r}"
     raise BadRecipe(
-        f"{what}: not an integer scheme, and --bits and rules are for integers",
+        f"scheme {table!r}: not an integer scheme, and --bits and rules are for integers",
         command if len(held) == 1 or layout in held else f"{command} (also --to {', '.join(held[1:])})",
     )

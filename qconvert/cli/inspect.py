@@ -52,7 +52,8 @@ def command(
     middle4-g64       the same plus the weight in the middle of the codes (torchao)
     nf4-g64, fp4-g64  bitsandbytes' tables of 16 numbers times a scale; -nested: scales are codes too
     e4m3, e5m2, e2m1  floats of 8 and 4 bits times scales: e4m3-channel, e4m3-tensor and blocks
-                      e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
+                      e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16 (NVFP4; -divided, -multiplied:
+                      by a second scale for all of the weight)
     q4_k, q8_0, ...   blocks of GGUF, by llama.cpp's names
     \b
     PRODUCTS          what loaders multiply in quantized linears
@@ -77,7 +78,8 @@ def command(
     if len(models) > 1:
         from qconvert.report.side_by_side import side_by_side
 
-        click.echo("\n".join(side_by_side(dict(zip(models, found, strict=True)))))
+        models_found = dict(zip(models, found, strict=True))
+        click.echo("\n".join(side_by_side(models_found, terminal_columns())))
         return
     _print(models[0], found[0])
 

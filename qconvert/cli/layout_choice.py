@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from qconvert.cli.options import NearestChoice
 from qconvert.core.layout_traits import LOADERS
 from qconvert.core.scheme_names import layout_named, named_scheme, unwritten
 from qconvert.core.schemes import is_integers
@@ -50,7 +51,7 @@ class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
         return click.Choice(self.names()).get_metavar(param, ctx)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        names = click.Choice(self.names(), case_sensitive=False)
+        names = NearestChoice(self.names(), case_sensitive=False)
         name = str(value).lower()
         if name not in names.choices:
             name = layout_named(name) or name

@@ -47,6 +47,22 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class b
         return nbytes
 
 
+class NearestChoice(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
+    """One of a few words; an error has the nearest of them, whatever its case."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return str(super().convert(value, param, ctx))
+        except click.BadParameter as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(str(value).lower(), list(self.choices), n=1)
+            if not near:
+                raise
+            said = f"{error.message.rstrip('.')}; did you mean {near[0]!r}?"
+            raise click.BadParameter(said, ctx, param) from None
+
+
 class TokensType(click.ParamType):  # type: ignore[type-arg]
     """A number of tokens written like 4096, 32k or 1M (k is 1,024), or `all`: None, as many as there are."""
 
@@ -106,7 +122,7 @@ class BitsType(click.ParamType):  # type: ignore[type-arg]
         return int(click.IntRange(2, 8).convert(value, param, ctx))
 
 
-SIZE = SizeType()
+SIZE = SizeType(least="1KB")
 MEMORY = SizeType(least="1MB")
 
 

@@ -24,6 +24,7 @@ _COMMANDS: Mapping[tuple[str, ...], str] = {
     ("gptq",): "`qconvert quantize MODEL --bits 4 --layout gptq --method feedback`",
     ("awq",): "`qconvert quantize MODEL --bits 4 --asym --layout awq --method awq`",
     ("push", "upload"): "`--push-to ORG/NAME` of every command that writes a model",
+    ("version",): "`qconvert env` shows all versions",
     ("download",): "a Hub id is read as it is: `qconvert quantize ORG/NAME --bits 4`",
 }
 _OUT = "`-o PATH` names the output"
@@ -34,6 +35,9 @@ _OPTIONS: Mapping[tuple[str, ...], str] = {
     ),
     ("--outtype", "--qtype", "--ftype"): "`qconvert to-gguf MODEL --type q4_k_m` names the type of a GGUF",
     ("--bit", "--wbits", "--w-bit", "--q-bits", "--num-bits"): "`qconvert quantize MODEL --bits 4`",
+    ("--bits", "--group-size"): (
+        "`qconvert convert MODEL --to LAYOUT --scheme int4-g128` says both; --bits is an option of quantize"
+    ),
     ("--q-group-size", "--groupsize"): "`qconvert quantize MODEL --bits 4 --group-size 64`",
     ("--q-mode",): "`qconvert convert MODEL --to mlx --scheme mxfp4`",
     ("--zero-point", "--asymmetric"): "`--asym` gives every group a zero point",

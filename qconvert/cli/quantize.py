@@ -152,8 +152,6 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
               llm-compressor's W{2..8}A16 and W4A16_ASYM; for all linears W8A8,
               FP8_DYNAMIC, FP8_BLOCK, NVFP4A16, MXFP4A16, and bitsandbytes' nf4 and fp4
     """
-    from qconvert.plan.passes.transcode import Target
-
     aiming = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
@@ -174,12 +172,11 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     with typed():
         if values.statistics and not recipe.search:
             raise BadRecipe("--calibration: --min-max does not weigh errors", "leave out one of the two")
-    target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
     if aim is None:
-        wanted = [(values.request("quantize", each, target=target), _suffix(each)) for each in recipes]
+        wanted = [(values.request("quantize", each), _suffix(each)) for each in recipes]
         write_several(models, "--bits", wanted, values)
     else:
-        request = values.request("quantize", recipe, target=target)
+        request = values.request("quantize", recipe)
         suffix = f"{aiming.suffix}-mixed"
         write_each(models, lambda model: Aiming(aiming, aim, request, values), suffix, values)
 
@@ -249,9 +246,10 @@ def build_recipe(
 def _check_schemes(recipe: Recipe) -> None:
     schemes = [scheme for scheme in (recipe.scheme, *(rule.scheme for rule in recipe.rules)) if scheme]
     if not schemes:
-        raise BadRecipe(
-            "quantize: no scheme was asked for", "add --bits 4, --scheme int8-g128 or --recipe FILE"
-        )
+        traits = registry.traits_of(recipe.layout)
+        usual = "--bits 4, --scheme int8-g128 or --recipe FILE"
+        own = f"--scheme {traits.codebooks[0].name}" if traits.default_codebook else usual
+        raise BadRecipe("quantize: no scheme was asked for", f"add {own}")
     if recipe.layout != registry.DEFAULT:
         from qconvert.plan.passes.transcode import check_integers
 

@@ -64,9 +64,8 @@ def carried_out(
         click.echo(f"process {rank.number} of {rank.world}, {count(len(files), 'file')} in all", err=True)
         if len(files) < rank.world:
             size = "--split-max-size" if job.compiled.is_gguf else "--shard-size"
-            click.echo(
-                f"note: {rank.world - len(files)} have nothing to do; {size} makes more files", err=True
-            )
+            few = f"{count(len(files), 'file')} for {rank.world} processes: some have nothing to do"
+            click.echo(f"note: {few}; {size} makes more files", err=True)
     work = Work([job.compiled.plan])
     with (
         progress(work, talks=flags.logs) as bars,

@@ -84,7 +84,7 @@ class Told:
             surely = "" if kls[0] >= kls[1] else ", which is not surely less"
             return f"{label} throughout: measured KL {kls[1]:.5f}, that of the best mix {kls[0]:.5f}{surely}"
         return (
-            f"with {label} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
+            f"with {label} throughout: expected KL {same.cost:.5f}, and {100 * abs(fewer):.1f} % "
             f"{'more' if fewer > 0 else 'fewer'} bytes of these weights"
         )
 

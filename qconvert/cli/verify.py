@@ -75,7 +75,7 @@ _MOST_LISTED = 20
 def _print(found: Verification, name: str) -> None:
     """The findings, and whether the model is verified; of several models under their names."""
     for line in found.warnings:
-        click.echo(line, err=True)
+        click.echo(f"Warning: {line}", err=True)
     if name:
         click.echo(f"{name}:")
     for key, value in found.findings.items():

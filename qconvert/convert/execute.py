@@ -46,9 +46,11 @@ from qconvert.plan.compile import compile_request
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
 
+_AS_USUAL = RunOptions()
+
 
 def open_model(
-    model: str,
+    model: str | Path,
     *,
     revision: str | None = None,
     declared: Declaration | None = None,
@@ -62,6 +64,7 @@ def open_model(
     fetched while it runs. With `plan_only`, a config.json without weights will do: what is planned for it
     cannot be run.
     """
+    model = str(model)
     if plan_only and Path(model).exists():
         location = ResolvedModel(Path(model))
         assumed = without_weights(location.path, declared)
@@ -75,7 +78,7 @@ def open_model(
 def prepare(
     source: OpenedModel,
     request: Request,
-    options: RunOptions,
+    options: RunOptions = _AS_USUAL,
     *,
     statistics: Path | None = None,
     calibration: Calibration | None = None,
@@ -152,7 +155,7 @@ def _layout(source: OpenedModel, request: Request) -> Layout:
 
 def execute(
     job: Job,
-    out: Path,
+    out: str | Path,
     listen: Listener = lambda done: None,
     opened: Opened = lambda journal: None,
     verified: Progress = lambda done, total: None,
@@ -167,6 +170,7 @@ def execute(
     CheckFailed when the disk holds other bytes than were written, OutputExists when the name is taken,
     OtherJob when another job has begun an output of that name.
     """
+    out = Path(out)
     job, stages = with_all_scales(job, out), Stages()
     with writing(job, out, listen, stages, destination) as run:
         place = run.output.sink, run.output.path, run.journal

@@ -39,6 +39,15 @@ class Scheme:
         return self.encoding(DType.BF16).label
 
 
+def check_scheme(scheme: object) -> None:
+    """Raise BadRecipe for what is neither a scheme nor None, such as the name of one."""
+    if scheme is not None and not isinstance(scheme, Scheme):
+        kind = type(scheme).__name__
+        raise BadRecipe(
+            f"scheme {scheme!r}: {kind}, where a Scheme or None is wanted", "write parse_scheme('int4-g128')"
+        )
+
+
 def fitting(scheme: Scheme, tensor: ModelTensor, scale_dtype: DType) -> AffineInt:
     """Returns the encoding of this weight quantized by the scheme.
 

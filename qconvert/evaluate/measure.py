@@ -51,7 +51,7 @@ def load_runtime(
 
 
 def perplexity(
-    models: Sequence[str],
+    models: str | Sequence[str],
     *,
     reference: str | None = None,
     text: str | Path = WIKITEXT,
@@ -68,16 +68,17 @@ def perplexity(
 ) -> PerplexityReport:
     """Perplexity of models, and with a reference KL divergence and top-1 agreement, on the same tokens.
 
-    Models are paths or Hub names; the reference may be a file that `save_reference` wrote. `activations`
-    rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file,
-    `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
-    `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
+    Models are paths or Hub names, or one of these; the reference may be a file that `save_reference` wrote.
+    `activations` rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a
+    UTF-8 file, `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as
+    in `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
     `save_reference`, `share`). `within` a memory, layers are read in turn, on the CPU. `warn` is told, before
     the work starts, of windows that are longer than the models are made for. Raises BadRecipe for a memory
     too small, and for a model whose tokenizer cuts the text into other tokens than the reference's.
     """
     if within is not None:
         _check_within(device, samples=samples)
+    models = [models] if isinstance(models, str) else models
     with text_named(str(text)) as source:  # before any model, so that what is wrong with it shows at once
         words = load_text(source, protocol_named(protocol, context).wikitext)
     saved = SavedReference(Path(reference)) if reference and is_saved_reference(Path(reference)) else None

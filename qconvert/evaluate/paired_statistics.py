@@ -18,6 +18,8 @@ Array = np.ndarray
 _BODY = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80)
 CURVE_PERCENTILES = (*_BODY, 85, 90, 93, 95, 97, 98, 99, 99.5, 99.8, 99.9, 99.95, 100)
 """Denser towards the tail, where quantizations differ."""
+_ROUNDING = 4 * float(np.finfo(np.float64).eps)
+"""The most, relative to the largest number, that rounding the sums of chunks adds to a standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ def mean(x_N: Array, chunk_N: Array) -> Estimate:
     """The mean over tokens, its error clustered by chunk.
 
     SE = sqrt(C / (C - 1) * sum over chunks of (sum over its tokens of (x - mean))^2) / N, the
-    cluster-robust (sandwich) variance of a mean with the usual small-sample factor.
+    cluster-robust (sandwich) variance of a mean with the usual small-sample factor. Chunks with the same
+    sum leave the rounding of these sums, which is no error: it becomes 0.
     """
     value = float(x_N.mean())
     _, chunk_N = np.unique(chunk_N, return_inverse=True)
@@ -56,7 +59,8 @@ def mean(x_N: Array, chunk_N: Array) -> Estimate:
     chunks = len(excess_C)
     if chunks < 2:
         return Estimate(value, None)
-    return Estimate(value, math.sqrt(chunks / (chunks - 1) * float(excess_C @ excess_C)) / len(x_N))
+    se = math.sqrt(chunks / (chunks - 1) * float(excess_C @ excess_C)) / len(x_N)
+    return Estimate(value, se if se > _ROUNDING * float(np.abs(x_N).max()) else 0.0)
 
 
 def exp_mean(x_N: Array, chunk_N: Array) -> Estimate:

@@ -15,7 +15,7 @@ from reprlib import Repr
 from typing import TYPE_CHECKING, Any, get_args
 
 from qconvert.core.config_json import MAX_DIMENSION
-from qconvert.core.schemes import KEEP, Scheme, parse_scheme
+from qconvert.core.schemes import KEEP, Scheme, check_scheme, parse_scheme
 from qconvert.errors import BadRecipe, shown
 from qconvert.formats.layouts import registry
 from qconvert.plan.matching import check_selector
@@ -48,6 +48,7 @@ class Rule:
     def __post_init__(self) -> None:
         """Refuse a selector that no model could make right."""
         check_selector(self.select)
+        check_scheme(self.scheme)
 
     @property
     def label(self) -> str:
@@ -76,6 +77,13 @@ class Recipe:
     allow_smaller_group: bool = False
     pad_to_tp: int | None = None
     architecture: Declaration | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse names and schemes that no model could make right."""
+        check_scheme(self.scheme)
+        registry.check_written(self.layout)
+        for name in self.fuse:
+            _choice(name, tuple(FUSIONS), "fuse")
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain data, in the spelling that `parse_recipe` reads."""

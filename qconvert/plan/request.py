@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.ggml_types import GGMLType
 from qconvert.core.statistics import StatisticsSource
+from qconvert.formats.layouts import registry
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe
 
@@ -41,10 +42,10 @@ class Request:
 
     `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be cut) and
     `dequantize` undo; `dtype` casts plain float tensors and gives dequantized ones and new scales their
-    type. `target` is the layout, or the GGUF file, that the weights are brought into; None keeps the
-    source's layout. `statistics` weigh the errors of new codes; with `scale_inputs`, the channels of inputs
-    are scaled by them, too (AWQ). `chosen` is the record of what a target made of every weight, and at what
-    price; it goes into the output as it is.
+    type. `target` is the layout, or the GGUF file, that the weights are brought into; without one it is the
+    recipe's layout, and where that is the default the source's is kept. `statistics` weigh the errors of
+    new codes; with `scale_inputs`, the channels of inputs are scaled by them, too (AWQ). `chosen` is the
+    record of what a target made of every weight, and at what price; it goes into the output as it is.
     """
 
     command: str
@@ -58,6 +59,11 @@ class Request:
     allow_unknown: bool = False
     allow_nonfinite: bool = False
     chosen: Json | None = None
+
+    def __post_init__(self) -> None:
+        """Aim at the recipe's layout where no target is named: a layout is not asked for in vain."""
+        if self.target is None and self.recipe.layout != registry.DEFAULT:
+            object.__setattr__(self, "target", Target(self.recipe.layout))
 
     @property
     def is_gguf(self) -> bool:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qconvert.core.dtypes import Json
 from qconvert.report.tables import about_facts, size, table
 
 
-def side_by_side(found: Mapping[str, Json]) -> list[str]:
-    """A column for every model by its name, a row for every fact and for the form of every role."""
-    columns = {model: _facts(each) for model, each in found.items()}
-    names = list(dict.fromkeys(name for facts in columns.values() for name in facts))
-    rows = [[name, *(facts.get(name, "") for facts in columns.values())] for name in names]
-    return table(["", *columns], rows, left=1 + len(columns))
+def side_by_side(found: Mapping[str, Json], most: int | None = None) -> list[str]:
+    """A column for every model by its name, a row for every fact, then for the form of every role.
+
+    In a terminal of `most` columns, models that have no room stand below the others.
+    """
+    rows = [
+        *_rows([_facts(each) for each in found.values()]),
+        *_rows([_forms(each) for each in found.values()]),
+    ]
+    return table(["", *found], rows, left=1 + len(found), most=most)
+
+
+def _rows(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, "") for column in columns)] for name in names]
 
 
 def _facts(found: Json) -> dict[str, str]:
@@ -27,5 +36,8 @@ def _facts(found: Json) -> dict[str, str]:
         "head": "tied to the embedding" if found["tied"] else "of its own",
         **about_facts(found),
         "quantization": found["quantization"] or "none",
-        **{row["role"]: " ".join(row["forms"]) for row in found["rows"] if row["forms"]},
     }
+
+
+def _forms(found: Json) -> dict[str, str]:
+    return {row["role"]: " ".join(row["forms"]) for row in found["rows"] if row["forms"]}

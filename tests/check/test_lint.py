@@ -293,6 +293,8 @@ def test_the_command_leaves_with_3_where_the_loader_would_fail(tmp_path: Path) -
     ran = qconvert("check", out, "--for", "vllm", "--tp", "8", "--json")
     assert ran.code == 3
     assert {problem["severity"] for problem in ran.json["problems"]} == {"error", "warning", "note"}
+    said = [(problem["subject"], problem["fact"]) for problem in ran.json["problems"]]
+    assert not [fact for about, fact in said if about == "linears"]  # nothing is computed
     fused = made("fuse", model, "-o", tmp_path / "f")
     ran = qconvert("check", fused, "--for", "transformers")
     assert ran.code == 3 and "`qconvert unfuse`" in ran.out

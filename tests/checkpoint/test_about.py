@@ -9,6 +9,7 @@ import pytest
 
 from qconvert.checkpoint.about import about
 from qconvert.checkpoint.open import open_checkpoint
+from qconvert.report.side_by_side import side_by_side
 from tests.support.commands import made, qconvert, strict_json
 from tests.support.models import tiny
 
@@ -59,6 +60,17 @@ def test_several_models_stand_side_by_side(tmp_path: Path) -> None:
     assert rows["mlp.down"] == ["bf16", "int4-g128", "q8_0"] and rows["context"] == ["2,048"] * 3
     found = strict_json(qconvert("inspect", "embedded", gguf, "--json").out)
     assert [each["about"]["context"] for each in found["models"]] == [2048, 2048]
+
+
+def test_facts_stand_before_roles_whichever_model_has_them() -> None:
+    about = {"context": None, "vocabulary": None, "tokenizer": None, "chat_template": False, "licence": None}
+    row = {"role": "embed", "forms": ["bf16"]}
+    one = {"family": "F", "layers": 1, "parameters": 8, "bytes": 16, "tied": True, "quantization": None}
+    models = [{**one, "about": {**about, "rope": rope}, "rows": [row]} for rope in (None, "base 10,000")]
+    lines = side_by_side({"a": models[0], "b": models[1]})
+    assert [line.split("  ")[0] for line in lines][-3:] == ["quantization", "rope", "embed"]
+    narrow = side_by_side({"a": models[0], "b": models[1]}, 40)
+    assert max(map(len, narrow)) <= 40 < max(map(len, lines)) and narrow.count("") == 1
 
 
 def test_metadata_is_listed_with_long_arrays_cut(tmp_path: Path) -> None:

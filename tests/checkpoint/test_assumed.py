@@ -59,6 +59,13 @@ def test_a_dry_run_without_weights_has_the_sizes_of_one_with_them(
         assert ours == theirs, command
 
 
+def test_a_config_that_is_named_itself_gives_outputs_the_name_of_its_folder(tmp_path: Path) -> None:
+    bare = emptied(tiny(tmp_path / "here" / "m"), tmp_path / "away" / "m", index=False)
+    for command, *wish in COMMANDS:
+        named = planned(command, bare / "config.json", *wish)
+        assert named["out"] == planned(command, bare, *wish)["out"]
+
+
 def test_linears_stored_input_major_have_their_sizes_too(assets: Path, tmp_path: Path) -> None:
     for name in ("gpt2", "mixtral", "internlm2"):
         model = assets / "fixtures" / "zoo" / name

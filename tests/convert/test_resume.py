@@ -24,6 +24,7 @@ from qconvert.convert.outcome import BlockDone
 from qconvert.core import version
 from qconvert.errors import QConvertError
 from qconvert.formats.io import planned_files
+from qconvert.formats.io.journal import first_difference
 from tests.support.commands import Ran, made, qconvert
 from tests.support.crashes import groups_of, journal_of, tree
 from tests.support.models import tiny
@@ -164,6 +165,12 @@ def test_what_a_gguf_file_was_to_be_is_told_in_the_words_of_its_user(model: Path
     ran = qconvert(*command[:3], "q4_0", "-o", out)
     assert ran.code == 1 and "(" not in ran.err.splitlines()[-2]
     assert "another job, whose request target file type was q8_0, and is q4_0 now" in ran.err
+
+
+def test_statistics_that_only_one_of_two_jobs_has_are_told_in_a_word() -> None:
+    before = {"statistics": {"damping": 0.01, "method": "feedback", "sha256": "0" * 64}}
+    said = first_difference(before, {"statistics": None})
+    assert said == "statistics was given (feedback), and is not given now"
 
 
 def test_another_job_is_refused_and_its_work_untouched(

@@ -41,3 +41,8 @@ def test_errors_come_out_of_the_other_process() -> None:
 def test_a_rate_has_a_mean_and_a_deviation() -> None:
     rate = Rate((1.0, 2.0, 3.0))
     assert rate.mean == 2.0 and rate.deviation == 1.0 and Rate((5.0,)).deviation == 0.0
+
+
+def test_a_single_round_is_shown_without_a_deviation() -> None:
+    lines = qconvert("bench", "embedded", "-p", 0, "-n", 2, "-r", 1, "-j", 1).out.splitlines()
+    assert lines[1].startswith("embedded") and "±" not in lines[1]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
+from qconvert.report.page import number
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(1.0, 0.3, 60)
@@ -40,6 +41,13 @@ def test_chunk_numbers_are_only_names() -> None:
 def test_one_chunk_has_no_error() -> None:
     for estimate in (mean, exp_mean, root_mean_square):
         assert estimate(X, np.zeros(60, int)).se is None
+
+
+def test_equal_chunks_have_no_error_from_rounding() -> None:
+    agrees_T = np.random.default_rng(0).permutation([1.0] * 1948 + [0.0] * 99)
+    estimate = mean(np.concatenate([agrees_T, agrees_T[::-1]]), np.repeat([0, 1], 2047))
+    assert estimate.se == 0.0
+    assert number(100 * estimate.value, estimate.se) == "95.164"
 
 
 def test_exp_mean_is_the_delta_method() -> None:

@@ -94,3 +94,14 @@ def test_fp8_blocks_are_fused_only_where_no_block_would_mix_two_parts(tmp_path: 
     folder = made("convert", narrow, "--to", "fp8", "-o", tmp_path / "fp8-narrow")
     ran = qconvert("fuse", folder, "-o", tmp_path / "mixed")
     assert ran.code == 1 and "share a block of 128" in ran.err
+
+
+def test_quantize_takes_the_integers_of_a_layout_that_has_tables_too(model: Path, tmp_path: Path) -> None:
+    words = ("--scheme", "int8-channel")
+    out = made("quantize", model, *words, "--layout", "bitsandbytes", "-o", tmp_path / "quantized")
+    other = made("convert", model, "--to", "bitsandbytes", *words, "-o", tmp_path / "converted")
+    assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    ran = qconvert("quantize", model, "--bits", 4, "--layout", "bitsandbytes")
+    assert ran.code == 2 and "it holds nf4, fp4, nf4-nested, fp4-nested and int8-channel" in ran.err
+    ran = qconvert("quantize", model, "--layout", "modelopt", "--scheme", "NVFP4A16")
+    assert ran.code == 2 and "or --scheme nvfp4, the codes of modelopt" in ran.err

@@ -341,5 +341,5 @@ def test_a_layout_is_reached_by_codes_or_refused_with_a_way_out(layout: str) -> 
     assert not any(isinstance(op, Dequantize | Quantize) for u in made.plan.units for op in u.ops)
     for name, numbers in before.items():
         assert np.abs(after[name] - numbers).max() <= 2.0**-6 * np.abs(numbers).max()
-    with pytest.raises(BadRecipe, match="no quantized tensors to write as"):
+    with pytest.raises(BadRecipe, match="no quantized tensors to write in"):
         bring_into_layout(start(bound(), target=Target("gptq")))

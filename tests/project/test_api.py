@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,33 @@ def test_layouts_and_gguf_files_are_targets_of_the_same_request(tmp_path: Path) 
     gptq = qconvert.Request("quantize", recipe, target=qconvert.Target("gptq"))
     result = qconvert.execute(qconvert.prepare(model, gptq, keep), tmp_path / "gptq")
     assert (result.path / "quantize_config.json").is_file()
+
+
+def test_the_layout_of_a_recipe_is_written_without_a_target(tmp_path: Path) -> None:
+    recipe = qconvert.Recipe(scheme=qconvert.parse_scheme("int4-g128"), layout="gptq")
+    job = qconvert.prepare(qconvert.open_model("embedded"), qconvert.Request("quantize", recipe))
+    result = qconvert.execute(job, str(tmp_path / "gptq"))
+    assert (result.path / "quantize_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fact", "hint"),
+    [
+        (lambda: qconvert.Recipe(layout="gtpq"), "layout 'gtpq': not one that", "did you mean 'gptq'?"),
+        (lambda: qconvert.Target("gtpq"), "layout 'gtpq': not one that", "did you mean 'gptq'?"),
+        (lambda: qconvert.Target("fp8", table="fp9"), "table 'fp9': fp8 does not hold it", "fp8-block"),
+        (lambda: qconvert.Target("gptq", table="nvfp4"), "scheme 'nvfp4': gptq does not", "modelopt"),
+        (lambda: qconvert.Recipe(scheme="int4"), "scheme 'int4': str, where", "parse_scheme("),
+        (lambda: qconvert.Rule("mlp", "int4"), "scheme 'int4': str, where", "parse_scheme("),
+        (lambda: qconvert.Recipe(fuse=("qvk",)), "fuse: 'qvk' is not known", "qkv, gate_up"),
+    ],
+)
+def test_names_that_are_none_are_errors_where_they_are_given(
+    wrong: Callable[[], object], fact: str, hint: str
+) -> None:
+    with pytest.raises(qconvert.QConvertError) as caught:
+        wrong()
+    assert caught.value.fact.startswith(fact) and hint in caught.value.hint
 
 
 def test_what_cannot_be_is_an_error_with_a_fact_and_a_hint() -> None:

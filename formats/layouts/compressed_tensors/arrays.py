@@ -94,7 +94,7 @@ TRAITS = LayoutTraits(
             ("sglang",),  # is_activation_quantization_format and get_linear_scheme, there
             "error",
             "SGLang has no scheme for {encoding} in {layout}",
-            "--scheme nvfp4, or serve with vLLM",
+            "`qconvert quantize --scheme NVFP4A16`, or serve with vLLM",
             lambda e: isinstance(e, Codebook) and e.is_mxfp4,
         ),
         LoaderLimit(

@@ -42,7 +42,7 @@ def bring_into_layout(state: Compiled) -> Compiled:
         plan = _encoded(plan, state, target)
     else:
         raise BadRecipe(
-            f"no quantized tensors to write as {target.layout}",
+            f"{target.layout}: there are no quantized tensors to write in this layout",
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
     own = [entry for entry in architecture.fused.values() if entry.fusion.layout == target.layout]

@@ -23,7 +23,7 @@ from qconvert.core.encodings import (
 )
 from qconvert.core.ggml_types import GRIDS
 from qconvert.core.layout_traits import CodebookScheme, LayoutTraits
-from qconvert.core.schemes import Scheme, fitting, is_integers
+from qconvert.core.schemes import Scheme, check_scheme, fitting, is_integers
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.transcoding import refused
@@ -49,6 +49,14 @@ class Target:
     search: bool = True
     undo_act_order: bool = False
     asymmetric: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a layout, a scheme or a table that there is not."""
+        registry.check_written(self.layout)
+        check_scheme(self.scheme)
+        if self.table and not codebook_named(self.layout, self.table):
+            tables = ", ".join(each.name for each in self.traits.codebooks) or "none"
+            raise BadRecipe(f"table {self.table!r}: {self.layout} does not hold it", f"it holds {tables}")
 
     @property
     def traits(self) -> LayoutTraits:
