@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 
 from tests.support.commands import made, of_any_size
-from tests.support.freed_memory import keep_freed_memory
 from tests.support.models import tiny
+from tests.support.process_memory import keep_freed_memory, make_forks_cheap
 
 # The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -40,6 +40,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no later collection looks at it."""
     gc.collect()
     gc.freeze()
+    make_forks_cheap()
 
 
 @pytest.fixture(scope="session", autouse=True)

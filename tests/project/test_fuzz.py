@@ -18,7 +18,7 @@ from tests.fuzz.commands import folders, ggufs
 from tests.fuzz.kinds import SIZES, Kind
 from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.support.commands import qconvert
-from tests.support.freed_memory import freed_memory_given_back
+from tests.support.process_memory import freed_memory_given_back
 
 INPUTS = 20_000  # 1,000 of each of thirteen kinds; 4,000 and 3,000 of layouts and types of GGML
 
