@@ -13,10 +13,13 @@ from hypothesis import settings
 
 from tests.support.commands import made, of_any_size
 from tests.support.models import tiny
+from tests.support.process_memory import keep_freed_memory, make_forks_cheap
 
 # The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # where a command asks for more: 16 cycles, not 2**26
+keep_freed_memory()
 os.environ.pop("COLUMNS", None)  # what is printed does not depend on the terminal of whoever tests
 
 # As `qconvert` has it, and for the same reason: every plan is many objects without cycles, beside the million
@@ -37,6 +40,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no later collection looks at it."""
     gc.collect()
     gc.freeze()
+    make_forks_cheap()
 
 
 @pytest.fixture(scope="session", autouse=True)

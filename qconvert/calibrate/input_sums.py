@@ -25,6 +25,8 @@ MOST_HELD = 2048
 _BLOCK = 512
 # Held rows that are looked at together.
 _SHARE_ROWS = 256
+# Columns from which threads share a factorization; below, they wait for each other longer than they compute.
+_SHARED = 1024
 # An expert's Hessian counts as much as that of all experts together after I / 2 rows.
 _POOL_SHARE = 0.5
 # Held rows below which an expert is judged by those of all experts.
@@ -134,6 +136,8 @@ class InputSums:
         after the `last` call they are used up.
         """
         self._divide()
+        if self.width < _SHARED:
+            return self._factored(damping, last=last)
         with threadpool_limits(torch.get_num_threads(), user_api="blas"):
             return self._factored(damping, last=last)
 

@@ -202,12 +202,12 @@ def test_a_quantized_source_is_calibrated_as_it_is_read(model: Path, tmp_path: P
     assert len(result.outcome.output_errors) == 15
 
 
-def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+def test_two_processes_write_the_same_bytes(model: Path, tmp_path: Path) -> None:
     """Whatever the order of sets, which is another in each."""
     (tmp_path / "words.txt").write_text("def add(a, b):\n    return a + b\n\n\n" * 400)
     how = (
         "quantize",
-        "embedded",
+        str(model),
         "--bits",
         "4",
         "--method",

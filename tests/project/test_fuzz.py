@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,15 @@ from tests.fuzz.commands import folders, ggufs
 from tests.fuzz.kinds import SIZES, Kind
 from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.support.commands import qconvert
+from tests.support.process_memory import freed_memory_given_back
 
 INPUTS = 20_000  # 1,000 of each of thirteen kinds; 4,000 and 3,000 of layouts and types of GGML
+
+
+@pytest.fixture(autouse=True)
+def _growth_is_seen() -> Iterator[None]:
+    with freed_memory_given_back():
+        yield
 
 
 def test_no_changed_file_does_harm() -> None:
