@@ -31,6 +31,7 @@ from qconvert.formats.huggingface.shard_index import (
     require_shards,
 )
 from qconvert.formats.huggingface.sidecars import sidecars_of
+from qconvert.formats.huggingface.unlisted_files import OWN_LAYOUT, files_without_index
 from qconvert.formats.io.byte_source import ByteSource
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.strict_json import read_json_object
@@ -40,6 +41,7 @@ CONFIG_FILE = "config.json"
 README_FILE = "README.md"
 # Where tools of NVIDIA repeat the quantization settings, or alone have them.
 QUANTIZATION_FILE = "hf_quant_config.json"
+_ADAPTER = "adapter_config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -195,7 +197,13 @@ def _weights_in(folder: Path, remote: Mapping[str, ByteSource]) -> _Weights:
     if index:
         require_shards(index, remote)
         return _Weights(index.files, index, remote=remote)
-    _refuse_other_weights(folder)
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    unlisted = files_without_index(names)
+    if unlisted and CONFIG_FILE in names and _ADAPTER not in names:
+        said = f"no {INDEX_FILE}: {shown(unlisted[0])}"
+        said += f" and the {len(unlisted) - 1} beside it are read" if len(unlisted) > 1 else " is read"
+        return _Weights(tuple(folder / name for name in unlisted), warnings=(said,))
+    _refuse_other_weights(folder, names)
     return _Weights()
 
 
@@ -234,14 +242,19 @@ def _settings_on_top(config: Json) -> Json:
     return {**config, "text_config": plain, SETTINGS_KEY: config.get(SETTINGS_KEY) or text[SETTINGS_KEY]}
 
 
-def _refuse_other_weights(folder: Path) -> None:
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    if "adapter_config.json" in names:
+def _refuse_other_weights(folder: Path, names: Sequence[str]) -> None:
+    if _ADAPTER in names:
         raise UnsupportedModel(
             f"{folder}: holds a LoRA adapter, not a model",
             "open it with its base, as the commands do that are given its folder",
         )
     for name in names:
+        if name.startswith(OWN_LAYOUT) and name.endswith(".safetensors"):
+            raise UnsupportedModel(
+                f"{folder}: holds {shown(name)} in the layout of Mistral's own programs, not read here",
+                "most of these models have model.safetensors on the Hub, too; where not, transformers has "
+                "convert_mistral_weights_to_hf.py",
+            )
         if name.endswith(".safetensors"):
             raise CorruptCheckpoint(
                 f"{folder}: holds {shown(name)}, but neither {SINGLE_FILE} nor {INDEX_FILE}",

@@ -21,6 +21,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineMin, Unquantized
 from qconvert.errors import shown
 from qconvert.formats.layouts import registry
+from qconvert.models.family_of import model_type_of
 from qconvert.models.parameter_table import ParameterTable, table_of_tensors
 from qconvert.plan.loader_notices import notice_lines
 from qconvert.report.tables import count, parameter_table_lines, size, table
@@ -211,7 +212,7 @@ def _calibrating(job: Job) -> str | None:
     encodings = [u.output.encoding for u in plan.units if u.quantizes and u.certificate() == "quantized"]
     # At 8 bits there is little left to win.
     quantized = any(not isinstance(each, Unquantized) and each.bits < 8 for each in encodings)
-    runs = job.source.checkpoint.architecture.config.get("model_type") in GRAPHS
+    runs = model_type_of(job.source.checkpoint.architecture.config) in GRAPHS
     if not quantized or request.statistics is not None or not runs:
         return None
     target = request.layout_target

@@ -127,6 +127,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
         "family": architecture.family.name,
         "layers": architecture.layers,
         "tied": architecture.tied,
+        "has_head": architecture.table("lm_head") is not None,
         "stored_tied_head": binding.stored_tied_head if binding else None,
         "fusions": list(binding.fusions_found) if binding else [],
         "quantization": checkpoint.quantization,

@@ -16,11 +16,11 @@ from typing import Any
 
 from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS, flag, positive_int
 from qconvert.core.dtypes import Json
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint
 from qconvert.models.expanded import AlikeParameters, FusedParameter, Parameter, roles_of
-from qconvert.models.families import FAMILIES
 from qconvert.models.families.common import language_config
 from qconvert.models.families.vision import TEXT_HIDDEN, WHOLE
+from qconvert.models.family_of import find_family
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
 
 ParameterKey = tuple[str, int | None, str]
@@ -28,6 +28,8 @@ ParameterKey = tuple[str, int | None, str]
 
 
 _NAME, _LAYER, _PART, _ROLE = map(attrgetter, ("name", "layer", "param", "role"))
+# How a decoder is named that was saved without its head: Qwen3-Embedding and most models of sentences.
+BARE: tuple[Mapping[str, str], ...] = ({"model.": ""},)
 # Layers that predict further tokens come after those of the model: at most this many are looked for.
 _LATER = 16
 
@@ -53,7 +55,7 @@ class Architecture:
 
     def spelled_like(self, names: Iterable[str]) -> Architecture:
         """Returns this architecture with the family's naming variant that most of `names` follow."""
-        if not self.family.spellings or self.spelling:
+        if self.spelling:
             return self
         known = frozenset(names)
 
@@ -61,7 +63,8 @@ class Architecture:
             firsts = (slot.module + slot.suffix for slot in candidate.family.slots)
             return sum(candidate._name(name, 0, 0) in known for name in firsts)
 
-        return max((self, *(replace(self, spelling=s) for s in self.family.spellings)), key=hits)
+        spellings = (*self.family.spellings, *BARE)
+        return max((self, *(replace(self, spelling=s) for s in spellings)), key=hits)
 
     @cached_property
     def settings(self) -> Json:
@@ -308,39 +311,3 @@ def _whole(name: str, fusion: Fusion, parts: tuple[Parameter, ...], experts: int
         dims, shape = ("experts", *dims), (experts, *shape)
     transposed = head.transposed or (fusion.transposed and head.param == "weight")
     return Parameter(name, fusion.role, head.layer, head.param, head.kind, shape, dims, transposed)
-
-
-HOW_TO_DECLARE = (
-    "if it is built like a model that is, `qconvert quantize --recipe FILE` takes it with these lines: "
-    "`architecture: {like: llama, rename: {self_attn: attention}}` (all keys: docs/reference/models.md); "
-    "--allow-unknown keeps what is open and quantizes the other linears"
-)
-
-
-def find_family(config: Json) -> Family:
-    """Returns the family of a config by `model_type`, cross-checked with `architectures`."""
-    model_type = config.get("model_type")
-    classes = config.get("architectures") or []
-    known = ", ".join(t for family in FAMILIES for t in family.model_types)
-    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
-        raise CorruptCheckpoint(
-            f"config.json: architectures is {classes!r}, not a list of names", "correct it"
-        )
-    if not isinstance(model_type, str):
-        by_class = [f for f in FAMILIES if set(classes) & set(f.classes)]
-        if len(by_class) == 1 and model_type is None:
-            return by_class[0]
-        fitting = [t for f in FAMILIES if set(classes) & set(f.classes) for t in f.model_types[:1]]
-        types = ", ".join(fitting) or "llama or qwen3, for example (all: docs/reference/models.md)"
-        raise CorruptCheckpoint("config.json: no model_type", f"add the model's: {types}")
-    family = next((f for f in FAMILIES if model_type in f.model_types), None)
-    if family is None:
-        raise UnsupportedModel(
-            f"config.json: model_type {model_type!r} is not known here", f"{HOW_TO_DECLARE}; known: {known}"
-        )
-    if classes and not set(classes) & set(family.classes):
-        raise CorruptCheckpoint(
-            f"config.json: model_type is {model_type!r}, but architectures says {', '.join(classes)}",
-            f"a {model_type} model is a {family.classes[0]}; correct the one that is wrong",
-        )
-    return family

@@ -16,7 +16,8 @@ from typing import NoReturn
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import UnsupportedModel, shown
-from qconvert.models.architecture import HOW_TO_DECLARE, Architecture
+from qconvert.models.architecture import Architecture
+from qconvert.models.family_of import HOW_TO_DECLARE
 from qconvert.models.guess_evidence import (
     LAYER,
     Evidence,

@@ -101,6 +101,8 @@ def rope_fields(settings: Json, layer_type: str = "full_attention") -> Json:
     if not isinstance(stated, dict):
         raise CorruptCheckpoint(f"config.json: rope_scaling is {stated!r}, not an object")
     kind = stated.get("rope_type", stated.get("type", "default"))
+    if kind == "mrope":  # Qwen2-VL's published word: sections of the dimensions, and no scaling
+        kind = "default"
     theta = stated.get("rope_theta", settings.get("rope_theta"))
     return {**stated, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
 

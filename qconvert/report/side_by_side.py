@@ -33,7 +33,7 @@ def _facts(found: Json) -> dict[str, str]:
         "parameters": f"{parameters:,}",
         "bytes": size(nbytes) if nbytes else "",
         "bits per weight": f"{8 * nbytes / parameters:.2f}" if nbytes else "",
-        "head": "tied to the embedding" if found["tied"] else "of its own",
+        "head": ("tied to the embedding" if found["tied"] else "of its own") if found["has_head"] else "none",
         **about_facts(found),
         "quantization": found["quantization"] or "none",
     }

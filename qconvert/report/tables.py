@@ -99,6 +99,7 @@ def about_lines(found: Json) -> list[str]:
 def found_lines(model: str, found: Json, most: int | None = None) -> list[str]:
     """The findings of `inspect`: a heading, the table by role, and one line per peculiarity."""
     heads = "head tied to the embedding" if found["tied"] else "head of its own"
+    heads = heads if found["has_head"] else "no head over the vocabulary"
     layers = count(found["layers"], "layer")
     lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", *about_lines(found), ""]
     rows = []

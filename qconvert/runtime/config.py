@@ -17,6 +17,7 @@ from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.architecture import Architecture, ParameterKey
 from qconvert.models.families.gemma4 import kind_of, shares_keys
+from qconvert.models.family_of import model_type_of
 from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope, score_temperature
 from qconvert.runtime.graphs import GRAPHS, Graph
 
@@ -231,7 +232,7 @@ class DecoderConfig:
         if latent is not None:
             score_scale = (latent.plain + latent.rotated) ** -0.5 * score_temperature(settings)
         return DecoderConfig(
-            model_type=str(architecture.config.get("model_type")),
+            model_type=str(model_type_of(architecture.config)),
             graph=graph,
             shapes=architecture.shapes,
             vocab=dims["vocab"],
@@ -282,6 +283,12 @@ def _graph(architecture: Architecture) -> tuple[Graph, Json]:
         raise UnsupportedModel(
             "config.json: use_bidirectional_attention is set",
             "that makes it an encoder; decoders are run here",
+        )
+    if architecture.table("lm_head") is None and not architecture.tied:
+        raise UnsupportedModel(
+            f"config.json: {', '.join(architecture.config.get('architectures') or [])} has no head over the "
+            "vocabulary, so that no next token is predicted",
+            "it can be quantized all the same; measure it by its own task",
         )
     defaults = graph.defaults
     if architecture.settings.get("rope_scaling"):  # the older key of what `rope_parameters` holds

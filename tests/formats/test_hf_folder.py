@@ -206,7 +206,8 @@ def test_a_bare_config_is_enough_without_weights(model: Path) -> None:
         ("model.gguf", UnsupportedModel, "holds a GGUF file, model.gguf", "name the file"),
         ("pytorch_model.bin", UnsupportedModel, "holds weights as a pickle, pytorch_mod", "save_pretrained"),
         ("consolidated.00.pth", UnsupportedModel, "holds weights as a pickle, consolid", "save_pretrained"),
-        ("other.safetensors", CorruptCheckpoint, "holds other.safetensors, but neither", "name it instead"),
+        ("optimizer.safetensors", CorruptCheckpoint, "holds optimizer.safetensors, but neither", "name it"),
+        ("consolidated.safetensors", UnsupportedModel, "holds consolidated.safetensors in the", "Hub, too"),
     ],
 )  # fmt: skip
 def test_what_is_not_a_checkpoint_is_told_apart(
@@ -217,6 +218,41 @@ def test_what_is_not_a_checkpoint_is_told_apart(
         open_hf_folder(model)
     assert refused.value.fact.startswith(f"{model}: {fact}")
     assert hint in (refused.value.hint or "")
+
+
+def rename_shards(model: Path, *names: str) -> None:
+    write_shards(model)
+    (model / "model.safetensors.index.json").unlink()
+    for file, name in zip(sorted(model.glob("*.safetensors")), names, strict=True):
+        file.rename(model / name)
+
+
+def test_all_shards_are_read_without_their_index(model: Path) -> None:
+    rename_shards(model, "weights-00001-of-00002.safetensors", "weights-00002-of-00002.safetensors")
+    (model / "consolidated.safetensors").touch()
+    with open_hf_folder(model) as checkpoint:
+        assert len(checkpoint.shards) == 2 and len(checkpoint.specs) > 1
+        assert checkpoint.warnings[0].startswith("no model.safetensors.index.json: weights-00001")
+
+
+def test_shards_without_an_index_must_all_be_here(model: Path) -> None:
+    rename_shards(model, "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
+    with pytest.raises(CorruptCheckpoint, match=r"2 of its 3 shards.*model-00002-of-00003"):
+        open_hf_folder(model)
+
+
+def test_shards_of_two_models_are_none(model: Path) -> None:
+    rename_shards(model, "a-00001-of-00001.safetensors", "b-00001-of-00001.safetensors")
+    with pytest.raises(CorruptCheckpoint, match="but neither"):
+        open_hf_folder(model)
+
+
+def test_the_only_file_is_the_model(model: Path) -> None:
+    write_single(model)
+    (model / "model.safetensors").rename(model / "weights.00.safetensors")
+    (model / "optimizer.safetensors").touch()
+    with open_hf_folder(model) as checkpoint:
+        assert checkpoint.warnings == ("no model.safetensors.index.json: weights.00.safetensors is read",)
 
 
 def test_what_is_not_there_is_told(tmp_path: Path, model: Path) -> None:

@@ -38,6 +38,7 @@ NONE = {"bert", "bert-masked", "bert-pretraining", "t5", "t5-1.1", "rwkv", "rwkv
 # What makes an input in some layer, where it is not as in Llama: both norms, up, and v if no heads share it.
 MAKERS = {
     "olmo": {"mlp.up"},
+    "olmo3": {"mlp.up"},
     "falcon-7b": {"attn.norm"},
     "falcon-rw": {"attn.norm", "mlp.norm", "attn.v"},
     "falcon-40b": {"attn.norm_2", "mlp.norm_2"},

@@ -313,7 +313,8 @@ def test_other_schemes_are_refused_by_name(args: dict[str, Any]) -> None:
 
 def test_fp8_has_a_scale_for_each_block_of_a_row_or_one_that_is_stored() -> None:
     tensor = ModelTensor("a.weight", (256, 256), Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128))
-    config: dict[str, Any] = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config: dict[str, Any] = {"quantization_config": settings}
     scheme = registry.activations(config, tensor)
     assert scheme is not None and scheme.label == "fp8 per group of 128"
     config["quantization_config"]["activation_scheme"] = "static"

@@ -20,6 +20,8 @@ BERT_SIZES = {
     "types": "type_vocab_size",
 }
 
+_WITHOUT_POOLER = ("BertForMaskedLM", "BertForTokenClassification", "BertForQuestionAnswering")
+
 
 def bert_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns BERT's dimensions, and which of the two heads the class in `architectures` has.
@@ -32,7 +34,8 @@ def bert_dimensions(config: Json, layer: int) -> Dimensions:
         **{name: positive_int(config, key) for name, key in BERT_SIZES.items()},
         "two": 2,
         "masked_head": masked,
-        "pooler": classes != ["BertForMaskedLM"] and flag(config, "add_pooling_layer", default=True),
+        "pooler": not all(name in _WITHOUT_POOLER for name in classes)
+        and flag(config, "add_pooling_layer", default=True),
         "pair_head": "BertForPreTraining" in classes,
     }
 

@@ -253,10 +253,13 @@ def _widths(file: Metadata) -> Json:
 
 @read_by(_widths)
 def expert_widths(facts: Facts) -> Iterator[KV]:
-    """Writes the inner widths of an expert, and of the shared one, where the config has them."""
+    """Writes the inner widths of an expert, and of the shared one, where the config has them.
+
+    Qwen3-Coder's config says 0 of experts that its model does not have.
+    """
     names = {"moe_intermediate_size": "expert", "shared_expert_intermediate_size": "expert_shared"}
     for key, name in names.items():
-        if facts.optional(key) is not None:
+        if facts.count(key):
             yield facts.u32(f"{name}_feed_forward_length", facts.size(key))
 
 

@@ -33,6 +33,7 @@ from collections.abc import Mapping
 from qconvert.core.dtypes import Json
 from qconvert.errors import UnsupportedModel
 from qconvert.models.architecture import Architecture
+from qconvert.models.family_of import model_type_of
 from qconvert.models.gguf.declaration import Facts, GGUFModel, NoGraph, refuse_other_models
 from qconvert.models.gguf.families import (
     deepseek,
@@ -46,6 +47,7 @@ from qconvert.models.gguf.families import (
     gpt,
     kimi_linear,
     llama,
+    llama_relatives,
     mimo,
     minicpm,
     minimax,
@@ -62,6 +64,7 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **qwen.MODELS,
     **qwen_hybrid.MODELS,
     **llama.MODELS,
+    **llama_relatives.MODELS,
     **fused.MODELS,
     **gemma.MODELS,
     **gemma3n.MODELS,
@@ -84,7 +87,7 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
 
 def find_model(config: Json) -> GGUFModel | None:
     """Returns llama.cpp's declaration of the model of this config, None if it has none."""
-    found = MODELS.get(str(config.get("model_type")))
+    found = MODELS.get(str(model_type_of(config)))
     if isinstance(found, GGUFModel) and found.variant is not None:
         return found.variant(config)
     return found if isinstance(found, GGUFModel) else None
@@ -95,7 +98,7 @@ def gguf_model(config: Json) -> GGUFModel:
     found = find_model(config)
     if found is not None:
         return found
-    model_type = config.get("model_type")
+    model_type = model_type_of(config)
     known = MODELS.get(str(model_type))
     if isinstance(known, NoGraph):
         raise UnsupportedModel(

@@ -34,7 +34,8 @@ def _read_values(file: Metadata) -> Json:
 @implying(_read_values)
 def _square_values(facts: Facts) -> str | None:
     """Refuses heads of values whose sizes do not make up the hidden size, from which the loader has them."""
-    heads, size, hidden = (facts.size(key) for key in ("num_attention_heads", "v_head_dim", "hidden_size"))
+    heads, hidden = facts.size("num_attention_heads"), facts.size("hidden_size")
+    size = facts.optional("v_head_dim") or hidden // heads
     if heads * size == hidden:
         return None
     return f"v_head_dim is {size}, but llama.cpp's minicpm3 has {hidden // heads}: the hidden size by heads"

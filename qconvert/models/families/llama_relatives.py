@@ -1,0 +1,65 @@
+"""Declares decoders that are Llama's but for a few parts: SmolLM3, Seed-OSS, OLMo 3, Granite, ERNIE 4.5.
+
+Also Mistral's models of 2025: Ministral 3, and Mistral Small 3.1 and later, which see. Sources: transformers'
+classes (`modeling_smollm3`, `modeling_seed_oss`, `modeling_olmo3`, `modeling_granite`, `modeling_ernie4_5`,
+`modeling_ministral3`, `modeling_mistral3`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.models.families import common as c
+from qconvert.models.families.llama import LLAMA, MISTRAL, OLMO2
+
+# Every fourth layer has no rotary embedding.
+SMOLLM3 = replace(
+    LLAMA,
+    name="SmolLM3",
+    model_types=("smollm3",),
+    classes=("SmolLM3ForCausalLM",),
+    defaults={"tie_word_embeddings": True},
+    note="",
+)
+
+SEED_OSS = replace(
+    LLAMA,
+    name="Seed-OSS",
+    model_types=("seed_oss",),
+    classes=("SeedOssForCausalLM",),
+    slots=c.decoder(
+        c.attention(qkv_bias="attention_bias", o_bias="attention_out_bias"), c.gated_mlp(bias="mlp_bias")
+    ),
+    defaults={"attention_bias": True},
+    note="",
+)
+
+OLMO3 = replace(OLMO2, name="OLMo 3", model_types=("olmo3",), classes=("Olmo3ForCausalLM",))
+
+GRANITE = replace(LLAMA, name="Granite 3", model_types=("granite",), classes=("GraniteForCausalLM",), note="")
+
+ERNIE4_5 = replace(
+    LLAMA,
+    name="ERNIE 4.5",
+    model_types=("ernie4_5",),
+    classes=("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
+    slots=c.decoder(c.attention(qkv_bias="use_bias", o_bias="use_bias"), c.gated_mlp(bias="use_bias")),
+    defaults={"tie_word_embeddings": True, "head_dim": 128},
+    note="dense ones; those with experts are planned by their structure",
+)
+
+MINISTRAL3 = replace(
+    MISTRAL, name="Ministral 3", model_types=("ministral3",), classes=("Ministral3ForCausalLM",)
+)
+
+MISTRAL3 = replace(
+    MISTRAL,
+    name="Mistral Small 3.1, 3.2, Ministral 3 that see",
+    model_types=("mistral3",),
+    classes=("Mistral3ForConditionalGeneration",),
+    spellings=c.NESTED,
+    carried={r"(model\.)?(vision_tower|multi_modal_projector)\..*": "vision"},
+    note="the vision tower is copied as it is",
+)
+
+FAMILIES = (SMOLLM3, SEED_OSS, OLMO3, GRANITE, ERNIE4_5, MINISTRAL3, MISTRAL3)
