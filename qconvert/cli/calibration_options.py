@@ -23,8 +23,8 @@ _OPTIONS = (
         type=NearestChoice(list(METHODS), case_sensitive=False),
         default="nearest",
         show_default=True,
-        help="How codes are chosen: the nearest ones (nearest, or rtn), those of scaled columns (awq), or "
-        "together on a text, row by row (feedback, or gptq) or over many rows (two-sided, or yaqa).",
+        help="How weights are rounded: to nearest (nearest, or rtn), so with scaled columns (awq), or "
+        "together, on a text, row by row (feedback, or gptq) or over many rows (two-sided, or yaqa).",
     ),
     click.option(
         "--text",

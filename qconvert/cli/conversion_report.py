@@ -223,8 +223,8 @@ def _calibrating(job: Job) -> str | None:
         beside = f" ({method}'s own way: --method {own})" if own not in (None, "feedback") else ""
         return f"{stored}: --method feedback chooses them on a text{beside}"
     return (
-        "note: codes are the nearest ones; --method feedback with --text FILE, a text like yours, loses less "
-        "(measured on small models: 0.3 to 0.5 times the KL divergence)"
+        "note: weights are rounded to nearest; --method feedback --text FILE, with a text like yours, loses "
+        "less (0.3 to 0.5 times the KL divergence, measured on small models)"
     )
 
 

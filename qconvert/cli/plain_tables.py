@@ -70,7 +70,7 @@ def _saving(plain: Mapping[str, ModelTensor], traits: LayoutTraits, *, tied: boo
     if default and tied:
         less = size(_saved(plain["embed"], registry.traits_of("mlx")))
         return (
-            "vLLM and transformers read no other (to-gguf quantizes it; "
+            "vLLM and transformers cannot load it quantized (to-gguf quantizes it; "
             f"--layout mlx --rule embed=int8 saves {less})"
         )
     saved = {role: size(_saved(each, traits)) for role, each in plain.items()}
@@ -82,7 +82,8 @@ def _saving(plain: Mapping[str, ModelTensor], traits: LayoutTraits, *, tied: boo
         if role in plain and takes[role]
     ]
     return (
-        ", ".join(rules) or f"loaders of {traits.name} read them unquantized only; `to-gguf` quantizes them"
+        ", ".join(rules)
+        or f"loaders of {traits.name} load such tables unquantized only; `to-gguf` quantizes them"
     )
 
 

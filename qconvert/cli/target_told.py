@@ -106,7 +106,7 @@ class Told:
     def _how_measured(self) -> str:
         on = self.measured_on
         if not on.get("as_written"):
-            return "with nearest codes on this text"
+            return "rounded to nearest, on this text"
         kind = "tokens of it that nothing was chosen on" if on["unseen"] else "of its tokens"
         return f"as written, on {on['tokens']:,} {kind}"
 

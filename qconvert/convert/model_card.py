@@ -125,7 +125,7 @@ def _not_run(manifest: Json) -> list[str]:
     method = registry.traits_of(layout).method
     if not method or "scaling" in manifest or "calibration" in manifest:
         return []
-    return [f"{method} names how the codes are stored. No {method} was run: they are the nearest codes."]
+    return [f"{method} names how the codes are stored. No {method} was run: weights are rounded to nearest."]
 
 
 def _left_out(compiled: Compiled) -> list[str]:

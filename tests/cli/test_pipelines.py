@@ -154,7 +154,7 @@ def test_a_report_that_is_written_says_nothing_beside_its_json(models: Path, her
 def test_a_card_says_what_was_not_run(models: Path, here: Path) -> None:
     out = made("quantize", models / "plain", "--bits", 4, "--layout", "gptq", "-o", "o")
     card = (out / "README.md").read_text()
-    assert "GPTQ names how the codes are stored. No GPTQ was run: they are the nearest codes." in card
+    assert "GPTQ names how the codes are stored. No GPTQ was run: weights are rounded to nearest." in card
     carried = made("convert", out, "--to", "gptq_v2", "-o", "p")
     assert "was run" not in (carried / "README.md").read_text(), "whose codes are those of the source"
     plain = made("quantize", models / "plain", "--bits", 4, "-o", "q")
