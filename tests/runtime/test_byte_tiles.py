@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,6 @@ from qconvert.runtime.input_rounding import round_inputs
 from tests.runtime.test_decoder_grids import blocks, carried, unrounded
 from tests.runtime.test_decoder_linear import random_value
 from tests.runtime.test_tile_products import FLOAT32, relative_error
-from tests.support.same_bits import asked
 
 ROWS, WIDTH = 128, 512
 
@@ -85,8 +85,8 @@ def largest_inputs(rows: int) -> torch.Tensor:
     return x_NI
 
 
-def check_largest() -> None:
-    """The products of the largest inputs and codes, against float64."""
+def digest() -> str:
+    """The products of the largest inputs and codes, held against float64."""
     x_NI = largest_inputs(7)
     for name, made in CASES.items():
         value = made()
@@ -95,12 +95,12 @@ def check_largest() -> None:
         want_NO = round_inputs(x_NI, INT8_GROUPS).double() @ torch.from_numpy(unrounded(value)).T
         error = relative_error(multiply_bytes(x_NI, weight, None), want_NO)
         assert error < FLOAT32, (name, error)
+    return "as in float64"
 
 
 @pytest.mark.parametrize("choice", processor.instruction_sets())
-def test_the_largest_sums_fit(choice: str) -> None:
-    ran = asked(choice, "from tests.runtime.test_byte_tiles import check_largest; check_largest()")
-    assert ran.returncode == 0, ran.stderr[-800:]
+def test_the_largest_sums_fit(choice: str, digest_with: Callable[[str, str], str]) -> None:
+    assert digest_with(choice, "byte_tiles") == "as in float64"
 
 
 @pytest.mark.skipif(chain_of(64, 32) == 0, reason="this processor adds products to 32 bits")

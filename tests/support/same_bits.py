@@ -1,4 +1,4 @@
-"""Computes a digest of what kernels make, with other threads and with other instruction sets."""
+"""Computes what kernels make with other threads, and runs code with other instruction sets."""
 
 from __future__ import annotations
 
@@ -27,10 +27,3 @@ def asked(choice: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False
     )
-
-
-def digest_with(instruction_set: str, module: str) -> str:
-    """What `digest` of a test module gives where kernels are compiled for this instruction set."""
-    ran = asked(instruction_set, f"from tests.{module} import digest; print(digest())")
-    assert not ran.returncode, ran.stderr
-    return ran.stdout.strip()
