@@ -34,7 +34,7 @@ def _edge(settings: Json) -> int:
 
 
 def _listed_or_not_fourth(settings: Json, i: int, windowed: bool = False) -> bool:
-    """Llama 4's rule: what `no_rope_layers` has for the layer (0: no rotation), else all but every fourth."""
+    """Llama 4's and SmolLM3's rule: `no_rope_layers` (0: no rotation), else all layers but every fourth."""
     listed = whole_numbers(settings, "no_rope_layers")
     if not listed:
         return (i + 1) % (optional_int(settings, "no_rope_layer_interval") or 4) != 0
@@ -252,6 +252,18 @@ GRAPHS: Mapping[str, Graph] = {
     ),
     "olmo": Graph(layer_norm=True, weightless_norms=True, fixed_eps=1e-5),
     "olmo2": Graph(defaults={"rms_norm_eps": 1e-5}),
+    "smollm3": Graph(
+        rotates=_listed_or_not_fourth,
+        slides=lambda settings, i: True,
+        explicit_layers=True,
+        window_flag=True,
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 2e6, "max_position_embeddings": 32_768},
+    ),
+    "seed_oss": Graph(defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 524_288}),
+    "ernie4_5": Graph(
+        interleaved_rope=True,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131_072},
+    ),
     "glm": GLM,
     "glm4": GLM,
     "deepseek": LLAMA,

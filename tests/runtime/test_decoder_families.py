@@ -129,6 +129,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "command-r7b": ("cohere2", {"sliding_window": 5, "num_hidden_layers": 5}),
     "olmo": ("olmo", {"clip_qkv": 0.4}),
     "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", PADS | {"num_hidden_layers": 5}),
+    "seed-oss": ("seed_oss", HEADS | {"attention_out_bias": True}),
+    "ernie4.5": ("ernie4_5", HEADS | {"use_bias": True}),
     "glm": ("glm", HEADS | PADS),
     "glm4": ("glm4", HEADS | PADS),
     "gpt-oss": (
