@@ -66,6 +66,7 @@ def test_facts_stand_before_roles_whichever_model_has_them() -> None:
     about = {"context": None, "vocabulary": None, "tokenizer": None, "chat_template": False, "licence": None}
     row = {"role": "embed", "forms": ["bf16"]}
     one = {"family": "F", "layers": 1, "parameters": 8, "bytes": 16, "tied": True, "quantization": None}
+    one["has_head"] = True
     models = [{**one, "about": {**about, "rope": rope}, "rows": [row]} for rope in (None, "base 10,000")]
     lines = side_by_side({"a": models[0], "b": models[1]})
     assert [line.split("  ")[0] for line in lines][-3:] == ["quantization", "rope", "embed"]
