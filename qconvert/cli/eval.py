@@ -39,7 +39,7 @@ from qconvert.cli.progress import counted
 from qconvert.cli.ranks import own_file
 from qconvert.cli.signals import exit_code
 from qconvert.core.ranks import is_divided
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadRecipe, BadUsage
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 
 if TYPE_CHECKING:
@@ -53,8 +53,24 @@ if TYPE_CHECKING:
     from qconvert.evaluate.weights_report import WeightReport
 
 
+class _Measures(click.Group):
+    """The group of `eval`, which says what to type where a model stands in place of a measure."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            raise BadUsage(
+                f"eval {args[0]}: not a measure",
+                "`qconvert eval perplexity MODEL --reference ORIGINAL`, or `qconvert eval weights A B`",
+            ) from None
+
+
 @click.group(
     "eval",
+    cls=_Measures,
     epilog=examples(
         "qconvert eval perplexity embedded --text stdlib --chunks 2", "qconvert eval weights --help"
     ),

@@ -119,6 +119,7 @@ class BitsType(click.ParamType):  # type: ignore[type-arg]
                 raise BadUsage(f"{option}: a scheme, not a number from 2 to 8", f"--scheme {text}")
             if other:
                 raise BadUsage(f"{option}: not a number from 2 to 8; {other.fact}", other.hint)
+            self.fail(f"{value!r} is not a number from 2 to 8", param, ctx)
         return int(click.IntRange(2, 8).convert(value, param, ctx))
 
 

@@ -55,6 +55,7 @@ def test_what_is_advised_is_there(said: str) -> None:
             "No such option '--group_size'",
             "it is written --group-size",
         ),
+        ("eval m", "eval m: not a measure", "`qconvert eval perplexity MODEL --reference ORIGINAL`"),
         ("version", "No such command 'version'", "`qconvert env`"),
         ("convert m --to gptq --bits 4", "No such option '--bits'", "--to LAYOUT --scheme int4-g128`"),
         ("quantize m --bits 4 --device cuda", "No such option '--device'", "run on the CPU"),

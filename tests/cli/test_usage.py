@@ -20,6 +20,7 @@ WRONG = [
     ("calibrate", "calibrate nowhere --merge a --text default"),
     ("calibrate", "calibrate nowhere --imatrix i.gguf -o i.gguf"),
     ("quantize", "quantize nowhere"),
+    ("quantize", "quantize nowhere --bits four"),
     ("quantize", "quantize nowhere --scheme int9"),
     ("quantize", "quantize nowhere --scheme int4 --recipe nowhere.yaml --bits"),
     ("quantize", "quantize nowhere --scheme int4 --bits 4"),
