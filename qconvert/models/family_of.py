@@ -22,7 +22,7 @@ HOW_TO_DECLARE = (
 )
 # The endings of transformers' class names, behind the name of the family.
 _WITH_HEAD = re.compile(r"For(CausalLM|ConditionalGeneration|MaskedLM)$|LMHeadModel$")
-_WITHOUT = re.compile(r"(Text|Bidirectional)?Model|For\w*(Classification|Reward|QuestionAnswering)\w*")
+_WITHOUT = re.compile(r"(Text)?Model|For\w*(Classification|Reward|QuestionAnswering)\w*")
 # What these classes have in the place of the head (transformers' `modeling_layers`; the classes that are
 # published with reward models of InternLM2 and Qwen2.5).
 _OTHER_HEADS = {
