@@ -1,4 +1,4 @@
-"""Tells which files hold the weights of a folder that has neither model.safetensors nor an index.
+"""Finds the files that hold the weights of a folder with neither model.safetensors nor an index.
 
 mlx-lm (`model*.safetensors`) and vLLM (`*.safetensors`) read such folders. Files are taken where their names
 leave no doubt: all shards of one model, or the only one.

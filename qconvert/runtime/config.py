@@ -288,7 +288,7 @@ def _graph(architecture: Architecture) -> tuple[Graph, Json]:
         raise UnsupportedModel(
             f"config.json: {', '.join(architecture.config.get('architectures') or [])} has no head over the "
             "vocabulary, so that no next token is predicted",
-            "it can be quantized all the same; measure it by its own task",
+            "it can be quantized anyway; measure it by its own task",
         )
     defaults = graph.defaults
     if architecture.settings.get("rope_scaling"):  # the older key of what `rope_parameters` holds
