@@ -199,7 +199,7 @@ def test_only_a_dry_run_does_without_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "beside", ["adapter_config.json", "pytorch_model.bin", "model.gguf", "x.safetensors"]
+    "beside", ["adapter_config.json", "pytorch_model.bin", "model.gguf", "optimizer.safetensors"]
 )
 def test_a_folder_that_holds_something_else_is_not_a_config_alone(tmp_path: Path, beside: str) -> None:
     bare = emptied(tiny(tmp_path / "m", "qwen3"), tmp_path / "bare")

@@ -191,7 +191,7 @@ def test_a_config_alone_can_be_inspected_but_not_converted(models: Path, here: P
         ("gptq", "gptq (config.json says so)"),
         ("awq", "awq (int4-asym-channel)"),
         ("bitsandbytes", "bitsandbytes (int8-channel)"),
-        ("fp8", "fp8 (config.json says so)"),
+        ("fp8", "fp8 (e4m3-tensor)"),
         ("not-known", "not-known (config.json says so)"),
     ],
 )
