@@ -28,16 +28,19 @@ _ARRAYS = {
     ".lora_A.weight": "right", ".lora_B.weight": "left",
     # PEFT, of an embedding: A [r, vocabulary] and B [hidden, r]; mlx-lm: a [in, r] and b [r, out].
     ".lora_embedding_A": "left_T", ".lora_embedding_B": "right_T", ".lora_a": "right_T", ".lora_b": "left_T",
+    # Rows of tokens (`trainable_token_indices`): new ones, although they are called a delta.
+    ".token_adapter.trainable_tokens_delta": "rows",
     # DoRA.
     ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude", ".m": "magnitude",
 }  # fmt: skip
 # What PEFT's `LoraConfig` can say that is no product of two matrices added to a weight of the same base.
 _OTHER_ARITHMETIC = (
-    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+    "layer_replication", "target_parameters", "alora_invocation_tokens",
     "use_qalora", "lora_bias", "megatron_config", "arrow_config",
 )  # fmt: skip
 # Initial weights for which PEFT takes something away from the base, too.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_ORIGINAL = ".original_module."
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _MOST_RANK = 1 << 14
 _ELSEWHERE = "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()"
@@ -60,10 +63,19 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """An opened adapter: what it adds to weights, and the tensors that it holds whole, by the base's names.
+class NewRows:
+    """Rows of a tensor that an array [rows, width] holds: `array[i]` is row `indices[i]`."""
 
-    `base` is what its config calls the model that it was trained on, "" where it does not say.
+    array: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An opened adapter: what it adds to weights, and what it holds whole, by the names of tensors.
+
+    `base` is what its config calls the model that it was trained on, "" where it does not say. With `tied`, a
+    changed embedding that is the head, too, is changed as both.
     """
 
     folder: Path
@@ -71,6 +83,8 @@ class Adapter:
     file: SafetensorsFile
     low_rank: Mapping[str, LowRank]
     whole: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, NewRows] = field(default_factory=dict)
+    tied: bool = False
 
     @property
     def label(self) -> str:
@@ -79,7 +93,9 @@ class Adapter:
         rank = f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
         kind = "DoRA" if any(each.magnitude for each in self.low_rank.values()) else "LoRA"
         told = [f"{kind}{rank}, {len(self.low_rank)} weights"] if self.low_rank else []
-        return ", ".join([*told, *([f"{len(self.whole)} tensors replaced"] if self.whole else [])])
+        told += [f"{len(self.whole)} tensors replaced"] if self.whole else []
+        tokens = max((len(each.indices) for each in self.rows.values()), default=0)
+        return ", ".join([*told, *([f"{tokens:,} tokens replaced"] if tokens else [])])
 
     def spec(self, name: str) -> TensorSpec:
         """The element type and shape of one of its arrays."""
@@ -124,14 +140,15 @@ def open_adapter(folder: Path) -> Adapter:
     try:
         specs = file.header.specs
         scale = _mlx_scale(config) if "fine_tune_type" in config else _peft_scale(config)
-        low_rank, whole = _arrays(specs.values(), scale)
+        low_rank, whole, rows = _arrays(specs.values(), scale, config)
     except BaseException:
         file.close()
         raise
-    if not low_rank and not whole:
+    if not low_rank and not whole and not rows:
         file.close()
         raise CorruptCheckpoint(f"{file.header.path.name}: holds no arrays of an adapter")
-    return Adapter(folder, base_of(folder), file, low_rank, whole)
+    tied = "fine_tune_type" in config or bool(config.get("ensure_weight_tying"))
+    return Adapter(folder, base_of(folder), file, low_rank, whole, rows, tied)
 
 
 class _Scale:
@@ -203,17 +220,39 @@ def _number(value: object, key: str) -> float:
     return float(value)
 
 
-def _arrays(specs: Iterable[TensorSpec], scale: _Scale) -> tuple[dict[str, LowRank], dict[str, str]]:
-    """The products by the names of the weights that they are added to, and tensors that are there whole."""
+def _arrays(
+    specs: Iterable[TensorSpec], scale: _Scale, config: Json
+) -> tuple[dict[str, LowRank], dict[str, str], dict[str, NewRows]]:
+    """The products by the names of the weights that they are added to; what is there whole."""
     parts: dict[str, dict[str, TensorSpec]] = {}
     whole: dict[str, str] = {}
+    rows: dict[str, NewRows] = {}
     for spec in specs:
+        if _ORIGINAL in spec.name:  # what a module was before it was trained
+            continue
         module, part = _part(spec.name)
         if part is None:
             whole[module] = spec.name
+        elif part == "rows":
+            rows[f"{module}.weight"] = NewRows(spec.name, _indices(module, spec, config))
         else:
             parts.setdefault(module, {})[part] = spec
-    return {f"{module}.weight": _product(module, found, scale) for module, found in parts.items()}, whole
+    products = {f"{module}.weight": _product(module, found, scale) for module, found in parts.items()}
+    return products, whole, rows
+
+
+def _indices(module: str, spec: TensorSpec, config: Json) -> tuple[int, ...]:
+    """The tokens whose rows an array holds: of this module, or of the embedding that a head is tied to."""
+    told = config.get("trainable_token_indices")
+    if isinstance(told, dict):
+        told = next((told[key] for key in told if _is_named(module, key)), next(iter(told.values()), None))
+    found = told if isinstance(told, list) else []
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in found):
+        raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: trainable_token_indices has more than numbers of tokens")
+    if len(spec.shape) != 2 or len(found) != spec.rows or not spec.dtype.is_float:
+        fact = f"{shown(spec.name)}: {spec.dtype.label} {list(spec.shape)} for {len(found):,} tokens"
+        raise CorruptCheckpoint(f"{fact} of trainable_token_indices")
+    return tuple(found)
 
 
 def _part(name: str) -> tuple[str, str | None]:
@@ -222,13 +261,13 @@ def _part(name: str) -> tuple[str, str | None]:
     for end, part in _ARRAYS.items():
         if plain.endswith(end):
             return plain.removesuffix(end), part
-    if "lora_" in plain or ".token_adapter." in plain:
+    for infix in (".token_adapter.", ".base_layer.", ".modules_to_save."):
+        plain = plain.replace(infix, ".")
+    if "lora_" in plain or "token_adapter" in plain:
         raise UnsupportedModel(
             f"{shown(name)}: an array of an adapter that is not known here",
             _ELSEWHERE,
         )
-    for infix in (".base_layer.", ".modules_to_save."):
-        plain = plain.replace(infix, ".")
     return plain, None
 
 
