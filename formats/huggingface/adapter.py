@@ -78,7 +78,7 @@ class Adapter:
     changed embedding that is the head, too, is changed as both.
     """
 
-    folder: Path
+    path: Path
     base: str
     file: SafetensorsFile
     low_rank: Mapping[str, LowRank]
@@ -92,25 +92,46 @@ class Adapter:
         ranks = sorted({each.rank for each in self.low_rank.values()})
         rank = f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
         kind = "DoRA" if any(each.magnitude for each in self.low_rank.values()) else "LoRA"
-        told = [f"{kind}{rank}, {len(self.low_rank)} weights"] if self.low_rank else []
-        told += [f"{len(self.whole)} tensors replaced"] if self.whole else []
+        told = [f"{kind}{rank}, {_count(len(self.low_rank), 'weight')}"] if self.low_rank else []
+        told += [f"{_count(len(self.whole), 'tensor')} replaced"] if self.whole else []
         tokens = max((len(each.indices) for each in self.rows.values()), default=0)
-        return ", ".join([*told, *([f"{tokens:,} tokens replaced"] if tokens else [])])
+        return ", ".join([*told, *([f"{_count(tokens, 'token')} replaced"] if tokens else [])])
 
     def spec(self, name: str) -> TensorSpec:
         """The element type and shape of one of its arrays."""
         return self.file.header.specs[name]
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no weights of a model; some have the base's config beside it."""
-    whole = (folder / name for name in (SINGLE_FILE, INDEX_FILE))
-    return (folder / ADAPTER_CONFIG).is_file() and not any(path.exists() for path in whole)
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def base_of(folder: Path) -> str:
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter and no weights of a model, or a file is that of an adapter.
+
+    Some folders have the base's config beside it.
+    """
+    if path.is_file():
+        return path.name.endswith(WEIGHTS) and config_path(path).is_file()
+    whole = (path / name for name in (SINGLE_FILE, INDEX_FILE))
+    return config_path(path).is_file() and not any(each.exists() for each in whole)
+
+
+def config_path(path: Path) -> Path:
+    """The config of an adapter, of which `path` is the folder or the file with its arrays."""
+    return (path.parent if path.is_file() else path) / ADAPTER_CONFIG
+
+
+def name_of_file(path: Path) -> str:
+    """What the file of an adapter is called: as its folder, and with the number of one of mlx-lm's steps."""
+    step = path.name.removesuffix(MLX_WEIGHTS).removesuffix("_")
+    told = f"step{int(step)}" if step.isdecimal() else step
+    return path.parent.name if path.name in WEIGHTS else f"{path.parent.name}-{told}"
+
+
+def base_of(path: Path) -> str:
     """What an adapter's config calls its base; "" where it does not say. CorruptCheckpoint for no text."""
-    config = read_json_object(folder / ADAPTER_CONFIG)
+    config = read_json_object(config_path(path))
     base = config.get("base_model_name_or_path", config.get("model")) or ""
     if not isinstance(base, str):
         raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: base_model_name_or_path is {shown(base)}, not a text")
@@ -118,9 +139,11 @@ def base_of(folder: Path) -> str:
     return f"{base}@{revision}" if base and isinstance(revision, str) and revision else base
 
 
-def weights_of(folder: Path) -> str:
-    """The name of the file with an adapter's arrays; UnsupportedModel where there is none to be read."""
-    found = next((name for name in WEIGHTS if (folder / name).exists()), None)
+def weights_of(folder: Path) -> Path:
+    """The file with an adapter's arrays; UnsupportedModel where there is none to be read."""
+    if folder.is_file():
+        return folder
+    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if found is not None:
         return found
     pickled = (folder / "adapter_model.bin").exists()
@@ -129,14 +152,14 @@ def weights_of(folder: Path) -> str:
     raise UnsupportedModel(fact, hint if pickled else f"copy {PEFT_WEIGHTS} or {MLX_WEIGHTS} there")
 
 
-def open_adapter(folder: Path) -> Adapter:
-    """Opens an adapter; only its header is read.
+def open_adapter(path: Path) -> Adapter:
+    """Opens an adapter in a folder, or the one of these arrays; only their header is read.
 
     Raises UnsupportedModel for arithmetic that is not known here, CorruptCheckpoint where arrays and config
     disagree.
     """
-    config = read_json_object(folder / ADAPTER_CONFIG)
-    file = SafetensorsFile(folder / weights_of(folder))
+    config = read_json_object(config_path(path))
+    file = SafetensorsFile(weights_of(path))
     try:
         specs = file.header.specs
         scale = _mlx_scale(config) if "fine_tune_type" in config else _peft_scale(config)
@@ -148,7 +171,7 @@ def open_adapter(folder: Path) -> Adapter:
         file.close()
         raise CorruptCheckpoint(f"{file.header.path.name}: holds no arrays of an adapter")
     tied = "fine_tune_type" in config or bool(config.get("ensure_weight_tying"))
-    return Adapter(folder, base_of(folder), file, low_rank, whole, rows, tied)
+    return Adapter(path, base_of(path), file, low_rank, whole, rows, tied)
 
 
 class _Scale:

@@ -57,7 +57,8 @@ def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
     files = _files(base.files, adapter, folder, config)
     layout = Merged(base.layout, bases, products, whole, rows)
     tensors = {**base.tensors, **changed}
-    return Checkpoint(files, tensors, layout, base.declared, base.guessed, adapter=adapter.label)
+    label = adapter.label + (f"; its base is quantized: {base.quantization}" if base.quantization else "")
+    return Checkpoint(files, tensors, layout, base.declared, base.guessed, adapter=label)
 
 
 def _whole(name: str, spec: TensorSpec) -> ModelTensor:

@@ -233,7 +233,7 @@ def test_the_base_may_be_named_before_it(base: Path, adapter: Path, tmp_path: Pa
         json.dumps({**config, "base_model_name_or_path": "/home/x/base"})
     )
     ran = qconvert("quantize", lost, "--bits", "4", "-o", tmp_path / "out")
-    assert ran.code == 1 and f"write the base before it: BASE+{lost.name}" in ran.err
+    assert ran.code == 1 and f"write the base before it: BASE+{lost}" in ran.err
     for model in (f"{base}+{lost}", adapter):
         out = tmp_path / f"out-{str(model)[-4:]}"
         assert qconvert("quantize", model, "--bits", "4", "-o", out).code == 0
