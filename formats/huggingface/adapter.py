@@ -28,16 +28,19 @@ _ARRAYS = {
     ".lora_A.weight": "right", ".lora_B.weight": "left",
     # PEFT, of an embedding: A [r, vocabulary] and B [hidden, r]; mlx-lm: a [in, r] and b [r, out].
     ".lora_embedding_A": "left_T", ".lora_embedding_B": "right_T", ".lora_a": "right_T", ".lora_b": "left_T",
+    # Rows of tokens (`trainable_token_indices`): new ones, although they are called a delta.
+    ".token_adapter.trainable_tokens_delta": "rows",
     # DoRA.
     ".lora_magnitude_vector": "magnitude", ".lora_magnitude_vector.weight": "magnitude", ".m": "magnitude",
 }  # fmt: skip
 # What PEFT's `LoraConfig` can say that is no product of two matrices added to a weight of the same base.
 _OTHER_ARITHMETIC = (
-    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
+    "layer_replication", "target_parameters", "alora_invocation_tokens",
     "use_qalora", "lora_bias", "megatron_config", "arrow_config",
 )  # fmt: skip
 # Initial weights for which PEFT takes something away from the base, too.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_ORIGINAL = ".original_module."
 _PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
 _MOST_RANK = 1 << 14
 _ELSEWHERE = "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()"
@@ -60,17 +63,28 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """An opened adapter: what it adds to weights, and the tensors that it holds whole, by the base's names.
+class NewRows:
+    """Rows of a tensor that an array [rows, width] holds: `array[i]` is row `indices[i]`."""
 
-    `base` is what its config calls the model that it was trained on, "" where it does not say.
+    array: str
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An opened adapter: what it adds to weights, and what it holds whole, by the names of tensors.
+
+    `base` is what its config calls the model that it was trained on, "" where it does not say. With `tied`, a
+    changed embedding that is the head, too, is changed as both.
     """
 
-    folder: Path
+    path: Path
     base: str
     file: SafetensorsFile
     low_rank: Mapping[str, LowRank]
     whole: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, NewRows] = field(default_factory=dict)
+    tied: bool = False
 
     @property
     def label(self) -> str:
@@ -78,23 +92,46 @@ class Adapter:
         ranks = sorted({each.rank for each in self.low_rank.values()})
         rank = f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
         kind = "DoRA" if any(each.magnitude for each in self.low_rank.values()) else "LoRA"
-        told = [f"{kind}{rank}, {len(self.low_rank)} weights"] if self.low_rank else []
-        return ", ".join([*told, *([f"{len(self.whole)} tensors replaced"] if self.whole else [])])
+        told = [f"{kind}{rank}, {_count(len(self.low_rank), 'weight')}"] if self.low_rank else []
+        told += [f"{_count(len(self.whole), 'tensor')} replaced"] if self.whole else []
+        tokens = max((len(each.indices) for each in self.rows.values()), default=0)
+        return ", ".join([*told, *([f"{_count(tokens, 'token')} replaced"] if tokens else [])])
 
     def spec(self, name: str) -> TensorSpec:
         """The element type and shape of one of its arrays."""
         return self.file.header.specs[name]
 
 
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no weights of a model; some have the base's config beside it."""
-    whole = (folder / name for name in (SINGLE_FILE, INDEX_FILE))
-    return (folder / ADAPTER_CONFIG).is_file() and not any(path.exists() for path in whole)
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def base_of(folder: Path) -> str:
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter and no weights of a model, or a file is that of an adapter.
+
+    Some folders have the base's config beside it.
+    """
+    if path.is_file():
+        return path.name.endswith(WEIGHTS) and config_path(path).is_file()
+    whole = (path / name for name in (SINGLE_FILE, INDEX_FILE))
+    return config_path(path).is_file() and not any(each.exists() for each in whole)
+
+
+def config_path(path: Path) -> Path:
+    """The config of an adapter, of which `path` is the folder or the file with its arrays."""
+    return (path.parent if path.is_file() else path) / ADAPTER_CONFIG
+
+
+def name_of_file(path: Path) -> str:
+    """What the file of an adapter is called: as its folder, and with the number of one of mlx-lm's steps."""
+    step = path.name.removesuffix(MLX_WEIGHTS).removesuffix("_")
+    told = f"step{int(step)}" if step.isdecimal() else step
+    return path.parent.name if path.name in WEIGHTS else f"{path.parent.name}-{told}"
+
+
+def base_of(path: Path) -> str:
     """What an adapter's config calls its base; "" where it does not say. CorruptCheckpoint for no text."""
-    config = read_json_object(folder / ADAPTER_CONFIG)
+    config = read_json_object(config_path(path))
     base = config.get("base_model_name_or_path", config.get("model")) or ""
     if not isinstance(base, str):
         raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: base_model_name_or_path is {shown(base)}, not a text")
@@ -102,9 +139,11 @@ def base_of(folder: Path) -> str:
     return f"{base}@{revision}" if base and isinstance(revision, str) and revision else base
 
 
-def weights_of(folder: Path) -> str:
-    """The name of the file with an adapter's arrays; UnsupportedModel where there is none to be read."""
-    found = next((name for name in WEIGHTS if (folder / name).exists()), None)
+def weights_of(folder: Path) -> Path:
+    """The file with an adapter's arrays; UnsupportedModel where there is none to be read."""
+    if folder.is_file():
+        return folder
+    found = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if found is not None:
         return found
     pickled = (folder / "adapter_model.bin").exists()
@@ -113,25 +152,26 @@ def weights_of(folder: Path) -> str:
     raise UnsupportedModel(fact, hint if pickled else f"copy {PEFT_WEIGHTS} or {MLX_WEIGHTS} there")
 
 
-def open_adapter(folder: Path) -> Adapter:
-    """Opens an adapter; only its header is read.
+def open_adapter(path: Path) -> Adapter:
+    """Opens an adapter in a folder, or the one of these arrays; only their header is read.
 
     Raises UnsupportedModel for arithmetic that is not known here, CorruptCheckpoint where arrays and config
     disagree.
     """
-    config = read_json_object(folder / ADAPTER_CONFIG)
-    file = SafetensorsFile(folder / weights_of(folder))
+    config = read_json_object(config_path(path))
+    file = SafetensorsFile(weights_of(path))
     try:
         specs = file.header.specs
         scale = _mlx_scale(config) if "fine_tune_type" in config else _peft_scale(config)
-        low_rank, whole = _arrays(specs.values(), scale)
+        low_rank, whole, rows = _arrays(specs.values(), scale, config)
     except BaseException:
         file.close()
         raise
-    if not low_rank and not whole:
+    if not low_rank and not whole and not rows:
         file.close()
         raise CorruptCheckpoint(f"{file.header.path.name}: holds no arrays of an adapter")
-    return Adapter(folder, base_of(folder), file, low_rank, whole)
+    tied = "fine_tune_type" in config or bool(config.get("ensure_weight_tying"))
+    return Adapter(path, base_of(path), file, low_rank, whole, rows, tied)
 
 
 class _Scale:
@@ -203,17 +243,39 @@ def _number(value: object, key: str) -> float:
     return float(value)
 
 
-def _arrays(specs: Iterable[TensorSpec], scale: _Scale) -> tuple[dict[str, LowRank], dict[str, str]]:
-    """The products by the names of the weights that they are added to, and tensors that are there whole."""
+def _arrays(
+    specs: Iterable[TensorSpec], scale: _Scale, config: Json
+) -> tuple[dict[str, LowRank], dict[str, str], dict[str, NewRows]]:
+    """The products by the names of the weights that they are added to; what is there whole."""
     parts: dict[str, dict[str, TensorSpec]] = {}
     whole: dict[str, str] = {}
+    rows: dict[str, NewRows] = {}
     for spec in specs:
+        if _ORIGINAL in spec.name:  # what a module was before it was trained
+            continue
         module, part = _part(spec.name)
         if part is None:
             whole[module] = spec.name
+        elif part == "rows":
+            rows[f"{module}.weight"] = NewRows(spec.name, _indices(module, spec, config))
         else:
             parts.setdefault(module, {})[part] = spec
-    return {f"{module}.weight": _product(module, found, scale) for module, found in parts.items()}, whole
+    products = {f"{module}.weight": _product(module, found, scale) for module, found in parts.items()}
+    return products, whole, rows
+
+
+def _indices(module: str, spec: TensorSpec, config: Json) -> tuple[int, ...]:
+    """The tokens whose rows an array holds: of this module, or of the embedding that a head is tied to."""
+    told = config.get("trainable_token_indices")
+    if isinstance(told, dict):
+        told = next((told[key] for key in told if _is_named(module, key)), next(iter(told.values()), None))
+    found = told if isinstance(told, list) else []
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in found):
+        raise CorruptCheckpoint(f"{ADAPTER_CONFIG}: trainable_token_indices has more than numbers of tokens")
+    if len(spec.shape) != 2 or len(found) != spec.rows or not spec.dtype.is_float:
+        fact = f"{shown(spec.name)}: {spec.dtype.label} {list(spec.shape)} for {len(found):,} tokens"
+        raise CorruptCheckpoint(f"{fact} of trainable_token_indices")
+    return tuple(found)
 
 
 def _part(name: str) -> tuple[str, str | None]:
@@ -222,13 +284,13 @@ def _part(name: str) -> tuple[str, str | None]:
     for end, part in _ARRAYS.items():
         if plain.endswith(end):
             return plain.removesuffix(end), part
-    if "lora_" in plain or ".token_adapter." in plain:
+    for infix in (".token_adapter.", ".base_layer.", ".modules_to_save."):
+        plain = plain.replace(infix, ".")
+    if "lora_" in plain or "token_adapter" in plain:
         raise UnsupportedModel(
             f"{shown(name)}: an array of an adapter that is not known here",
             _ELSEWHERE,
         )
-    for infix in (".base_layer.", ".modules_to_save."):
-        plain = plain.replace(infix, ".")
     return plain, None
 
 

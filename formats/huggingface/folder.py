@@ -270,10 +270,24 @@ def _refuse_other_weights(folder: Path, names: Sequence[str]) -> None:
                 "load the model where you trust it and call save_pretrained(..., safe_serialization=True)",
             )
     if CONFIG_FILE not in names:
+        if inside := _models_inside(folder):
+            few = ", ".join(map(shown, inside[:5])) + (", ..." if len(inside) > 5 else "")
+            kind = "folders with models" if len(inside) > 1 else "folder with a model"
+            raise CorruptCheckpoint(
+                f"{folder}: holds no checkpoint itself, but {len(inside)} {kind}: {few}",
+                f"name one of them: {shown(str(folder / inside[-1]))}",
+            )
         raise CorruptCheckpoint(
             f"{folder}: holds no checkpoint, neither {CONFIG_FILE} nor {SINGLE_FILE}",
             "give a folder that has both, or the name of a model on the Hub",
         )
+
+
+def _models_inside(folder: Path) -> list[str]:
+    """The folders in a folder that hold models or adapters, those of later steps of a training last."""
+    configs = (CONFIG_FILE, "adapter_config.json")
+    found = [path.parent.name for name in configs for path in folder.glob(f"*/{name}")]
+    return sorted(set(found), key=lambda name: (len(name), name))
 
 
 def _assemble(folder: Path, config: Json, weights: _Weights) -> HFCheckpoint:

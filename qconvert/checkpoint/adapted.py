@@ -9,22 +9,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from qconvert.checkpoint.adapter_names import Names
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.huggingface.adapter import Adapter, LowRank
+from qconvert.formats.huggingface.adapter import Adapter, LowRank, NewRows
 from qconvert.formats.huggingface.folder import HFCheckpoint
 from qconvert.formats.huggingface.shard_index import ShardedSpecs
 from qconvert.formats.huggingface.sidecars import sidecars_of
 from qconvert.formats.layouts.merged import Merged
-from qconvert.models import Architecture
 
-_LAYERS = ".layers."
+_ROWS_COMPARED = 1 << 12
 
 
 def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
@@ -36,13 +36,18 @@ def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
     if not isinstance(base.files, HFCheckpoint):
         fact = f"{base.path.name}: a GGUF file is not the base of an adapter"
         raise UnsupportedModel(fact, "name the folder with safetensors: BASE+ADAPTER")
-    names = _Names(base, adapter)
+    names = Names(base, adapter)
     products = {names.of(name): product for name, product in adapter.low_rank.items()}
     whole = {names.of(name): array for name, array in adapter.whole.items()}
+    rows = {names.of(name): new for name, new in adapter.rows.items()}
+    _drop_equal_head(names, adapter, products, whole, rows)
     bases = {name: _whole(name, adapter.spec(array)) for name, array in whole.items()}
-    bases |= {name: names.base_of(name) for name in products if name not in bases}
+    bases |= {name: names.base_of(name) for name in (*products, *rows) if name not in bases}
     for name, product in products.items():
         _check_shapes(name, bases[name], product, adapter)
+    for name, new in rows.items():
+        _check_rows(name, bases[name], new, adapter, products)
+    bases |= _own_head(names, adapter, bases, products, whole)
     ranks = {name: product.rank for name, product in products.items()}
     encodings = {dtype: Unquantized(dtype) for dtype in DType if dtype.is_float}
     changed = {
@@ -51,47 +56,10 @@ def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
     }
     config = _config(base, changed)
     files = _files(base.files, adapter, folder, config)
-    layout = Merged(base.layout, bases, products, whole)
+    layout = Merged(base.layout, bases, products, whole, rows)
     tensors = {**base.tensors, **changed}
-    return Checkpoint(files, tensors, layout, base.declared, base.guessed, adapter=adapter.label)
-
-
-class _Names:
-    """Finds the base's tensors under the names that an adapter has for them.
-
-    Classes that read pictures, and those of other versions of transformers, begin the same names otherwise:
-    then the part from the number of the layer on tells the tensor.
-    """
-
-    def __init__(self, base: Checkpoint, adapter: Adapter) -> None:
-        self._tensors, self._adapter = base.tensors, adapter
-        self._embed, self._head = (_name(base.architecture, role) for role in ("embed", "lm_head"))
-        self._base, self._ends = base.path.name, _unique_ends(base.tensors)
-
-    def of(self, name: str) -> str:
-        """The base's name for a tensor of the adapter; UnsupportedModel where it has none."""
-        if name in self._tensors:
-            return name
-        found = self._ends.get(_end(name) or "")
-        if (
-            found is None
-            and self._head is not None
-            and name.endswith(self._head.rpartition(".")[0] + ".weight")
-        ):
-            found = self._head  # of a tied base, which has none of its own
-        if found is None:
-            every = len(self._adapter.low_rank) + len(self._adapter.whole)
-            fact = f"{shown(name)}: one of {every:,} tensors of the adapter; {self._base} has no such tensor"
-            raise UnsupportedModel(fact, "name the model that it was trained on: BASE+ADAPTER")
-        return found
-
-    def base_of(self, name: str) -> ModelTensor:
-        """The tensor that is changed: of a tied head, the embedding."""
-        if name in self._tensors:
-            return self._tensors[name]
-        if self._embed is None or self._embed not in self._tensors:
-            raise UnsupportedModel(f"{shown(name)}: the base has no such tensor", "name the adapter's base")
-        return self._tensors[self._embed]
+    label = adapter.label + (f"; its base is quantized: {base.quantization}" if base.quantization else "")
+    return Checkpoint(files, tensors, layout, base.declared, base.guessed, adapter=label)
 
 
 def _whole(name: str, spec: TensorSpec) -> ModelTensor:
@@ -99,28 +67,6 @@ def _whole(name: str, spec: TensorSpec) -> ModelTensor:
     if not spec.dtype.is_float:
         raise UnsupportedModel(f"{shown(spec.name)}: {spec.dtype.label}, not a float", "save it as float32")
     return ModelTensor(name, spec.shape, Unquantized(spec.dtype))
-
-
-def _name(architecture: Architecture, role: str) -> str | None:
-    found = architecture.table(role)
-    return None if found is None else found.name
-
-
-def _end(name: str) -> str | None:
-    """What follows the last stack of layers in a name, with its number."""
-    before, found, after = name.rpartition(_LAYERS)
-    return after if found and "visual" not in before and "vision" not in before else None
-
-
-def _unique_ends(names: Iterable[str]) -> Mapping[str, str]:
-    """Names of tensors by their ends, those that only one has."""
-    found: dict[str, str] = {}
-    twice: set[str] = set()
-    for name in names:
-        end = _end(name)
-        if end is not None and found.setdefault(end, name) != name:
-            twice.add(end)
-    return {end: name for end, name in found.items() if end not in twice}
 
 
 def _dtype(tensor: ModelTensor) -> DType:
@@ -143,6 +89,71 @@ def _check_shapes(name: str, base: ModelTensor, product: LowRank, adapter: Adapt
     if product.magnitude is not None and adapter.spec(product.magnitude).count != base.rows:
         count = adapter.spec(product.magnitude).count
         raise CorruptCheckpoint(f"{shown(product.magnitude)}: {count:,} lengths of {base.rows:,} rows")
+
+
+def _check_rows(
+    name: str, base: ModelTensor, new: NewRows, adapter: Adapter, products: Mapping[str, LowRank]
+) -> None:
+    if name in products:
+        fact = f"{shown(name)}: the adapter has new rows of it, and adds a product, too"
+        raise UnsupportedModel(fact, "merge it with its own tool: merge_and_unload() in peft")
+    width, last = adapter.spec(new.array).shape[1], max(new.indices, default=0)
+    if len(base.shape) != 2 or width != base.width or last >= base.rows:
+        fact = f"{shown(name)}: the adapter has row {last:,} of {width:,} numbers"
+        raise CorruptCheckpoint(
+            f"{fact}, the base's shape is {list(base.shape)}",
+            "name the model that it was trained on: BASE+ADAPTER",
+        )
+
+
+def _drop_equal_head(
+    names: Names,
+    adapter: Adapter,
+    products: Mapping[str, LowRank],
+    whole: dict[str, str],
+    rows: dict[str, NewRows],
+) -> None:
+    """Leaves out a tied model's head that an adapter holds as a copy of the embedding: it stays tied."""
+    embed, head = names.embed, names.head
+    if embed is None or head is None or not names.tied or {embed, head} & products.keys():
+        return
+    arrays = {name: rows[name].array for name in rows}
+    pairs = [(held.get(embed), held.get(head)) for held in (whole, arrays)]
+    same_places = embed not in rows or head not in rows or rows[embed].indices == rows[head].indices
+    if same_places and any(a for a, _ in pairs) and all(_equal(adapter, a, b) for a, b in pairs):
+        whole.pop(head, None)
+        rows.pop(head, None)
+
+
+def _equal(adapter: Adapter, one: str | None, other: str | None) -> bool:
+    """Whether two arrays of an adapter hold the same bytes, or both are not there."""
+    if one is None or other is None:
+        return one is other
+    first, second = adapter.spec(one), adapter.spec(other)
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    read, starts = adapter.file.read, range(0, first.rows, _ROWS_COMPARED)
+    spans = ((start, min(start + _ROWS_COMPARED, first.rows)) for start in starts)
+    return all(read(one, *span).tobytes() == read(other, *span).tobytes() for span in spans)
+
+
+def _own_head(
+    names: Names,
+    adapter: Adapter,
+    bases: Mapping[str, ModelTensor],
+    products: Mapping[str, LowRank],
+    whole: dict[str, str],
+) -> dict[str, ModelTensor]:
+    """The head of a tied model of which PEFT trained the embedding alone: what the embedding was before."""
+    embed, head = names.embed, names.head
+    if embed is None or head is None or not names.tied or adapter.tied or head in bases:
+        return {}
+    if embed in products and embed in whole:  # of a resized vocabulary, the adapter has it
+        whole[head] = whole[embed]
+        return {head: _whole(head, adapter.spec(whole[head]))}
+    before = names.base_of(head)
+    trained = embed in products or embed in whole
+    return {head: before} if trained and bases[embed].shape == before.shape else {}
 
 
 def _config(base: Checkpoint, changed: Mapping[str, ModelTensor]) -> Json:

@@ -8,7 +8,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG, WEIGHTS
+from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG, WEIGHTS, config_path
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE
 from qconvert.formats.huggingface.sidecars import is_of_tokenizer
 from qconvert.formats.io.output_folder import MANIFEST_FILE
@@ -28,7 +28,7 @@ def texts_of(base: Path, adapter: Path, name: str) -> Path:
     folder = parent / name
     folder.mkdir()
     base = base if base.is_dir() else base.parent
-    own = [entry for entry in adapter.iterdir() if is_of_tokenizer(entry.name)]
+    own = [entry for entry in config_path(adapter).parent.iterdir() if is_of_tokenizer(entry.name)]
     # Tokenizers are taken whole: a template of the base beside the adapter's would win over it.
     theirs = [entry for entry in base.iterdir() if not (own and is_of_tokenizer(entry.name))]
     left_out = {ADAPTER_CONFIG, *WEIGHTS, INDEX_FILE, MANIFEST_FILE}

@@ -32,7 +32,7 @@ from qconvert.checkpoint.object_store import ObjectFile, download_texts, is_addr
 from qconvert.checkpoint.remote_bytes import RemoteBytes
 from qconvert.demo import MODEL_DIR
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
-from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG, WEIGHTS, base_of, is_adapter
+from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG, WEIGHTS, base_of, is_adapter, name_of_file
 from qconvert.formats.huggingface.folder import weight_files
 from qconvert.formats.huggingface.own_code import module_folders, named_code
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SINGLE_FILE
@@ -47,6 +47,7 @@ _MODULE_SUFFIXES = ("json", "txt", "model", "safetensors")  # of sentence-transf
 _FIRST_BYTES = 64 << 10
 # What a header says of a tensor beside its name, and of the file.
 _ENTRY_BYTES, _METADATA_BYTES = 96, 1 << 10
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -92,13 +93,17 @@ class ResolvedModel:
         """The name for outputs: the repository's, the folder's, or the file's stem.
 
         Files and folders whose own names say nothing (model.safetensors, config.json, a snapshot in the Hub's
-        cache) have the name of what holds them.
+        cache) have the name of what holds them; those of a trainer (checkpoint-500) have it before their own.
         """
         if self.is_embedded:
             return EMBEDDED
         if self.repo_id is not None or self.address is not None:
             return (self.repo_id or self.address or "").rsplit("/", 1)[-1]
         path = self.path.resolve()
+        if path.is_file() and is_adapter(path):
+            return name_of_file(path)
+        if path.is_dir() and _CHECKPOINT.fullmatch(path.name) and path.parent.name:
+            return f"{path.parent.name}-{path.name.replace('-', '')}"  # a part in names of GGUF
         unnamed = path.name == "config.json" or (path.stem.startswith("model") and path.suffix != ".gguf")
         if unnamed and path.is_file():
             path = path.parent
@@ -122,16 +127,18 @@ def resolve(
     base, _, named = ("", "", model) if is_path else model.rpartition("+")
     found = _find(named, revision, network, weights=weights)
     if is_adapter(found.path):
-        return _adapted(found, base, network, weights=weights)
+        return _adapted(found, named, base, network, weights=weights)
     if base:
         raise QConvertError(f"{shown(named)}: is a model, not an adapter", "write BASE+ADAPTER")
     return found
 
 
-def _adapted(found: ResolvedModel, named: str, network: Network | None, *, weights: bool) -> ResolvedModel:
-    """An adapter with its base: the one that is named, or that its config names."""
+def _adapted(
+    found: ResolvedModel, written: str, named: str, network: Network | None, *, weights: bool
+) -> ResolvedModel:
+    """The adapter that was `written`, with its base: the one that is named, or that its config names."""
     name = named or base_of(found.path)
-    hint = f"write the base before it: BASE+{shown(found.name)}"
+    hint = f"write the base before it: BASE+{shown(written)}"
     if not name:
         raise CorruptCheckpoint(f"{found.name}: {ADAPTER_CONFIG} names no base", hint)
     if not named and is_address(name):  # a file does not decide which servers are asked

@@ -22,7 +22,7 @@ from qconvert.convert.job import Job, OpenedModel
 from qconvert.core.dtypes import Json
 from qconvert.core.schemes import Scheme
 from qconvert.core.version import NUMERICS, __version__
-from qconvert.formats.huggingface.adapter import ADAPTER_CONFIG
+from qconvert.formats.huggingface.adapter import config_path
 from qconvert.formats.io import limits
 from qconvert.formats.io.journal import VERSION
 from qconvert.formats.io.local_file import open_regular, read_exactly
@@ -125,7 +125,7 @@ def adapter_config_hash(location: ResolvedModel) -> str | None:
     """The SHA-256 of an adapter's config, which has the factor of its products; None of another model."""
     if location.adapter is None:
         return None
-    return sha256(read_bounded(location.adapter / ADAPTER_CONFIG, limits.CONFIG_BYTES)).hexdigest()
+    return sha256(read_bounded(config_path(location.adapter), limits.CONFIG_BYTES)).hexdigest()
 
 
 def _place_identity(source: OpenedModel, files: Sequence[WeightHeader], place: ResolvedModel) -> Json:

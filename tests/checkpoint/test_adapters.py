@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from qconvert.checkpoint.adapter_names import Names
 from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.checkpoint.resolved import open_found
 from qconvert.convert.runner import block_cost
 from qconvert.core.values import DenseRows
+from qconvert.errors import QConvertError
+from qconvert.formats.huggingface.adapter import open_adapter
 from qconvert.plan.plan import copy_of
 from tests.support.adapters import PREFIX, as_mlx, lora_arrays, merged_f64, write_peft
 from tests.support.commands import qconvert
@@ -107,7 +111,9 @@ def test_what_a_row_becomes_does_not_depend_on_the_rows_beside_it(base: Path, ad
 
 
 @pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
-@pytest.mark.parametrize("how", ["lora", "rslora", "dora", "embedding", "pattern", "bias", "whole head"])
+@pytest.mark.parametrize(
+    "how", ["lora", "rslora", "dora", "embedding", "pattern", "bias", "whole head", "tokens"]
+)
 def test_peft_computes_the_same(tmp_path: Path, how: str) -> None:
     """Its own adapters, written and merged by it, in float32."""
     import peft
@@ -115,7 +121,7 @@ def test_peft_computes_the_same(tmp_path: Path, how: str) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    base = tiny(tmp_path / "base", "qwen2", dtype="f32", tied=how == "embedding")
+    base = tiny(tmp_path / "base", "qwen2", dtype="f32", tied=how == "tokens")
     options: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
     options |= {
         "rslora": {"use_rslora": True},
@@ -124,6 +130,7 @@ def test_peft_computes_the_same(tmp_path: Path, how: str) -> None:
         "pattern": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
         "bias": {"bias": "lora_only"},
         "whole head": {"modules_to_save": ["lm_head"]},
+        "tokens": {"trainable_token_indices": [3, 318]},
     }.get(how, {})
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**options))
     with torch.no_grad():
@@ -228,7 +235,7 @@ def test_the_base_may_be_named_before_it(base: Path, adapter: Path, tmp_path: Pa
         json.dumps({**config, "base_model_name_or_path": "/home/x/base"})
     )
     ran = qconvert("quantize", lost, "--bits", "4", "-o", tmp_path / "out")
-    assert ran.code == 1 and f"write the base before it: BASE+{lost.name}" in ran.err
+    assert ran.code == 1 and f"write the base before it: BASE+{lost}" in ran.err
     for model in (f"{base}+{lost}", adapter):
         out = tmp_path / f"out-{str(model)[-4:]}"
         assert qconvert("quantize", model, "--bits", "4", "-o", out).code == 0
@@ -276,6 +283,75 @@ def test_a_larger_vocabulary_comes_with_its_tokenizer(base: Path, tmp_path: Path
     assert not (out / "tokenizer_config.json").exists()  # the base's, which knows less
     ran = qconvert("to-gguf", lora, "--type", "q8_0", "-o", tmp_path / "out.gguf")
     assert ran.code == 0, ran.err
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
+@pytest.mark.parametrize(
+    "how", ["lora of embedding", "lora of head", "whole embedding", "new words", "tokens"]
+)
+def test_a_tied_model_is_what_was_trained(tmp_path: Path, how: str) -> None:
+    """The adapter beside its base, not merged, says what that is: PEFT's merging changes a tied head, too."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    base = tiny(tmp_path / "base", "qwen2", dtype="f32", tied=True)
+    options: dict[str, Any] = {
+        "lora of embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+        "lora of head": {"target_modules": ["lm_head", "q_proj"]},
+        "whole embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        "new words": {"target_modules": ["q_proj"]},
+        "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [320, 322]},
+    }[how]
+    resized = how in ("new words", "tokens")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if resized:
+        model.resize_token_embeddings(323)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "lora")
+    assert qconvert("merge", tmp_path / "lora", "-o", tmp_path / "out", "-q").code == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (HEAD in load_file(tmp_path / "out" / "model.safetensors")) == (not resized)
+    ids = torch.arange(len(merged.get_input_embeddings().weight)).flip(0)[None, :64]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_trained_module_was_before_is_not_read(base: Path, tmp_path: Path) -> None:
+    """PEFT keeps all three beside each other where a vocabulary was resized."""
+    embed = np.random.default_rng(3).normal(0, 0.1, (328, 256)).astype(np.float32)
+    module = f"{PREFIX}model.embed_tokens"
+    more = {f"{module}.weight": embed, f"{module}.modules_to_save.weight": embed}
+    more |= {f"{module}.original_module.weight": embed * 2}
+    lora = write_peft(tmp_path / "lora", {**lora_arrays(MODULES, RANK), **more}, base, RANK, ALPHA)
+    assert np.array_equal(numbers(opened(lora), EMBED), embed)
+
+
+@pytest.mark.parametrize(
+    ("stored", "named"),
+    [
+        ("visual.blocks.0.attn.proj.weight", "model.visual.blocks.0.attn.proj.weight"),
+        ("vision_tower.vision_model.head.q.weight", "model.vision_tower.head.q.weight"),
+        ("language_model.model.layers.0.q.weight", "model.language_model.layers.0.q.weight"),
+        ("multi_modal_projector.linear_1.weight", "model.multi_modal_projector.linear_1.weight"),
+        ("h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.weight"),
+    ],
+)
+def test_names_are_found_without_the_modules_that_only_hold_others(
+    adapter: Path, stored: str, named: str
+) -> None:
+    checkpoint = opened(adapter.parent / "base")
+    tensor = next(iter(checkpoint.tensors.values()))
+    tensors = {**checkpoint.tensors, stored: tensor}
+    names = Names(replace(checkpoint, tensors=tensors), open_adapter(adapter))
+    assert names.of(named) == stored
+    with pytest.raises(QConvertError, match="has no such tensor"):
+        names.of(named.replace(".weight", ".bias"))
 
 
 def test_a_quantized_base_is_decoded_where_it_is_changed(tmp_path: Path) -> None:
@@ -329,6 +405,7 @@ def _arrays(make: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> C
 
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
+TOKENS = f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta"
 WRONG = {
     "another method": (_config(peft_type="LOHA"), "peft_type is LOHA, not LORA"),
     "a changed base": (_config(init_lora_weights="pissa_niter_4"), "which changes the base"),
@@ -341,6 +418,17 @@ WRONG = {
     "a base on a server": (
         _config(base_model_name_or_path="https://x.test/m"),
         "its base is at https://x.test/m",
+    ),
+    "tokens without their numbers": (
+        _arrays(lambda a: a | {TOKENS: np.zeros((2, 256), np.float32)}),
+        "f32 [2, 256] for 0 tokens",
+    ),
+    "a token that is none": (
+        lambda folder: (
+            _config(trainable_token_indices=[1, 320])(folder),
+            _arrays(lambda a: a | {TOKENS: np.zeros((2, 256), np.float32)})(folder),
+        )[0],
+        "has row 320 of 256 numbers",
     ),
     "half a product": (
         _arrays(lambda a: {k: v for k, v in a.items() if k != f"{Q}.lora_B.weight"}),
