@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "reference" / "layouts.md"
 START, END = "<!-- pairs -->\n", "\n<!-- end of pairs -->"
 Q = "model.layers.0.self_attn.q_proj"
 # What a cell says beside "exact" and a number of steps.
-NEW, AGAIN, NUMBERS, NO = "new", "again", "numbers", "no"
+NEW, AGAIN, PARTLY, NUMBERS, NO = "new", "again", "in part", "numbers", "no"
 
 
 def targets() -> dict[str, str]:
@@ -118,10 +118,11 @@ def _converted(layout: str, scheme: str, start: Callable[[Path], Path] = _dense)
     return make
 
 
-def _gguf(kind: str) -> Callable[[Path], Path]:
+def _gguf(kind: str, *, pure: bool = True) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        model = _dense(folder / "m")
-        return made("to-gguf", model, "--type", kind, "--pure", "-o", folder / "model.gguf")
+        model = tiny(folder / "m", "qwen3", num_hidden_layers=1, intermediate_size=384 if pure else 512)
+        mixture = ("--pure",) if pure else ()
+        return made("to-gguf", model, "--type", kind, *mixture, "-o", folder / "model.gguf")
 
     return make
 
@@ -228,12 +229,19 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "gguf q4_0": _gguf("q4_0"),
     "gguf q4_1": _gguf("q4_1"),
     "gguf q4_k": _gguf("q4_k"),
+    "gguf Q4_K_M (q4_k, q6_k)": _gguf("q4_k_m", pure=False),
+    "gguf Q5_K_M (q5_k, q6_k)": _gguf("q5_k_m", pure=False),
+    "gguf IQ4_XS (iq4_xs, q5_k, q6_k)": _gguf("iq4_xs", pure=False),
     "gguf nvfp4": _nvfp4_gguf,
     "gpt-oss mxfp4": _oss("mxfp4"),
     "compressed-tensors mxfp4": _oss("compressed-tensors"),
     "mlx mxfp4": _oss("mlx"),
     "gguf mxfp4": _oss("gguf"),
 }
+
+
+MIXTURES = tuple(name for name in SOURCES if name.endswith(")"))
+"""Those of several encodings, of which one layout may keep some."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,8 @@ class Found:
 def convert(source: Path, row: str, target: str, out: Path, *, every: bool = True) -> Found:
     """Convert as a user would; where that is refused, again with the flag if the hint names it.
 
-    Without `every`, weights are quantized again for one target in three only, a different one in each row.
+    Without `every`, weights are quantized again for one target in three only, a different one in each row, but
+    for mixtures.
     """
     out = out.with_suffix(".gguf") if target == "gguf" else out
     scheme = ("--scheme", targets()[target]) if row == "bf16" and targets()[target] else ()
@@ -257,18 +266,20 @@ def convert(source: Path, row: str, target: str, out: Path, *, every: bool = Tru
     hint = ran.json["error"]["hint"] if ran.code else ""
     again = "--allow-requantize" in hint and "other models" not in hint
     number = [*SOURCES].index(row) + [*targets()].index(target)
-    if again and not every and number % 3 and "accepts that" not in hint:
+    if again and not every and number % 3 and "accepts that" not in hint and row not in MIXTURES:
         return Found(AGAIN)
     if again:
         ran = qconvert(*asked, "--allow-requantize")
+        if ran.code and "--scheme" in ran.json["error"]["hint"]:  # one for all the tensors of a mixture
+            ran = qconvert(*asked, "--allow-requantize", "--scheme", targets()[target])
         assert ran.code == 0, f"{row} to {target}: the flag of the hint does not help: {ran.out}"
     if ran.code != 0:
         assert ran.json["error"]["fact"] and ran.json["error"]["hint"] and not out.exists()
         return Found(NO)
-    kinds, steps = _certificates(out, ran.json)
+    kinds, steps, keeps = _certificates(out, ran.json)
     assert again or "requantized" not in kinds
     if "requantized" in kinds:
-        return Found(AGAIN, out)
+        return Found(PARTLY if keeps else AGAIN, out)
     if again:
         return Found(f"{steps:.1g} steps, asked", out, steps)
     if "quantized" in kinds:
@@ -278,14 +289,19 @@ def convert(source: Path, row: str, target: str, out: Path, *, every: bool = Tru
     return Found(f"{steps:.1g} steps" if steps else "exact", out, steps)
 
 
-def _certificates(out: Path, report: Any) -> tuple[set[str], float]:
-    """The kinds of the certificates of an output, and the most steps that one of them names."""
+def _certificates(out: Path, report: Any) -> tuple[set[str], float, bool]:
+    """The kinds of the certificates of an output, the most steps that one names, whether codes are kept."""
     if out.is_file():
         moved = [float(steps) for steps in report["kept"].values() if steps != "exact"]
-        return set(report["certificates"]), max(moved, default=0.0)
+        return set(report["certificates"]), max(moved, default=0.0), bool(report["kept"])
     entries = json.loads((out / "qconvert.json").read_text())["tensors"].values()
     found = [entry["certificate"] for entry in entries]
-    return {entry["kind"] for entry in found}, max(float(entry.get("max_steps", 0)) for entry in found)
+    keeps = any(
+        entry["certificate"]["kind"] in ("exact", "measured") and entry["form"] not in ("bf16", "f16", "f32")
+        for entry in entries
+    )
+    steps = max(float(entry.get("max_steps", 0)) for entry in found)
+    return {entry["kind"] for entry in found}, steps, keeps
 
 
 def distance(before: Weight, after: Weight) -> float:

@@ -264,7 +264,8 @@ def only_encoding(quantized: Mapping[str, Quantized], layout: str) -> Quantized:
         if _setting(other) != _setting(encoding):
             raise BadRecipe(
                 f"{module}: {other.label}, but {first} is {encoding.label}; {layout} has one setting for all",
-                "write compressed-tensors, whose groups may differ",
+                "quantize all of it again in one scheme, with --allow-requantize and --scheme, such as "
+                "int4-g128; or write compressed-tensors, whose groups may differ",
             )
     return encoding
 
