@@ -256,7 +256,7 @@ class Found:
 def convert(source: Path, row: str, target: str, out: Path, *, every: bool = True) -> Found:
     """Convert as a user would; where that is refused, again with the flag if the hint names it.
 
-    Without `every`, weights are quantized again for one target in three only, a different one in each row, but
+    Without `every`, weights are quantized again for one target in three only, another one in each row, but
     for mixtures.
     """
     out = out.with_suffix(".gguf") if target == "gguf" else out
@@ -279,7 +279,7 @@ def convert(source: Path, row: str, target: str, out: Path, *, every: bool = Tru
     kinds, steps, keeps = _certificates(out, ran.json)
     assert again or "requantized" not in kinds
     if "requantized" in kinds:
-        return Found(PARTLY if keeps else AGAIN, out)
+        return Found(PARTLY if keeps and row in MIXTURES else AGAIN, out)
     if again:
         return Found(f"{steps:.1g} steps, asked", out, steps)
     if "quantized" in kinds:
