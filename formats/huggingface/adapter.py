@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 from pathlib import Path
 
@@ -35,13 +35,15 @@ _ARRAYS = {
 }  # fmt: skip
 # What PEFT's `LoraConfig` can say that is no product of two matrices added to a weight of the same base.
 _OTHER_ARITHMETIC = (
-    "layer_replication", "target_parameters", "alora_invocation_tokens",
+    "layer_replication", "alora_invocation_tokens",
     "use_qalora", "lora_bias", "megatron_config", "arrow_config",
 )  # fmt: skip
 # Initial weights for which PEFT takes something away from the base, too.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 _ORIGINAL = ".original_module."
-_PLAIN_PATTERN = re.compile(r"\^?[\w.-]+\$?")
+# Of patterns, names and one `.*`: these are matched in no more than the square of a name's length.
+_PLAIN_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.(?!\*))*(?:\.\*(?:[\w-]|\\?\.(?!\*))*)?\$?")
+_EXPERTS = re.compile(r"(.*\.experts)(?:\.base_layer)*")
 _MOST_RANK = 1 << 14
 _ELSEWHERE = "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()"
 
@@ -51,7 +53,9 @@ class LowRank:
     """What is added to a weight [out, in]: `scale * left [out, r] @ right [r, in]`, both named as stored.
 
     Arrays that lie `transposed` are [r, out] and [in, r]. With a `magnitude` [out] (DoRA), rows of the sum
-    get these lengths.
+    get these lengths. Of `experts`, the arrays hold the products of all: `expert` has the columns `expert`,
+    `expert + experts`, ... of `left`, its rows from `first_row` on, and r rows of `right` that follow one
+    another.
     """
 
     left: str
@@ -60,6 +64,28 @@ class LowRank:
     scale: float
     transposed: bool = False
     magnitude: str | None = None
+    expert: int = 0
+    experts: int = 1
+    first_row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OfExperts:
+    """Products of all experts of a layer (`target_parameters`): left [out, r experts], right [r experts, in].
+
+    `module` is that of the experts. Which parameter they change is told by their shapes.
+    """
+
+    module: str
+    left: str
+    right: str
+    scale: _Scale
+
+    def of(self, parameter: str, expert: int, experts: int, rank: int, first_row: int) -> LowRank:
+        """What is added to the weight of one expert, a part of a parameter of the module."""
+        scale = self.scale.of(f"{self.module}.{parameter}", rank)
+        low_rank = LowRank(self.left, self.right, rank, scale)
+        return replace(low_rank, expert=expert, experts=experts, first_row=first_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +111,7 @@ class Adapter:
     whole: Mapping[str, str] = field(default_factory=dict)
     rows: Mapping[str, NewRows] = field(default_factory=dict)
     tied: bool = False
+    experts: tuple[OfExperts, ...] = ()
 
     @property
     def label(self) -> str:
@@ -93,6 +120,7 @@ class Adapter:
         rank = f" of rank {ranks[0]}" if len(ranks) == 1 else f" of ranks {ranks[0]} to {ranks[-1]}"
         kind = "DoRA" if any(each.magnitude for each in self.low_rank.values()) else "LoRA"
         told = [f"{kind}{rank}, {_count(len(self.low_rank), 'weight')}"] if self.low_rank else []
+        told += [f"{_count(len(self.experts), 'stack')} of experts"] if self.experts else []
         told += [f"{_count(len(self.whole), 'tensor')} replaced"] if self.whole else []
         tokens = max((len(each.indices) for each in self.rows.values()), default=0)
         return ", ".join([*told, *([f"{_count(tokens, 'token')} replaced"] if tokens else [])])
@@ -163,15 +191,15 @@ def open_adapter(path: Path) -> Adapter:
     try:
         specs = file.header.specs
         scale = _mlx_scale(config) if "fine_tune_type" in config else _peft_scale(config)
-        low_rank, whole, rows = _arrays(specs.values(), scale, config)
+        low_rank, whole, rows, experts = _arrays(specs.values(), scale, config)
     except BaseException:
         file.close()
         raise
-    if not low_rank and not whole and not rows:
+    if not low_rank and not whole and not rows and not experts:
         file.close()
         raise CorruptCheckpoint(f"{file.header.path.name}: holds no arrays of an adapter")
     tied = "fine_tune_type" in config or bool(config.get("ensure_weight_tying"))
-    return Adapter(path, base_of(path), file, low_rank, whole, rows, tied)
+    return Adapter(path, base_of(path), file, low_rank, whole, rows, tied, experts)
 
 
 class _Scale:
@@ -190,8 +218,7 @@ class _Scale:
 
 def _is_named(module: str, pattern: str) -> bool:
     """Whether PEFT's `get_pattern_key` takes a pattern for a module: the end of its name, or all of it."""
-    name = pattern.removeprefix("^").removesuffix("$")
-    return module == name or (not pattern.startswith("^") and module.endswith(f".{name}"))
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
 def _peft_scale(config: Json) -> _Scale:
@@ -245,8 +272,8 @@ def _number(value: object, key: str) -> float:
 
 def _arrays(
     specs: Iterable[TensorSpec], scale: _Scale, config: Json
-) -> tuple[dict[str, LowRank], dict[str, str], dict[str, NewRows]]:
-    """The products by the names of the weights that they are added to; what is there whole."""
+) -> tuple[dict[str, LowRank], dict[str, str], dict[str, NewRows], tuple[OfExperts, ...]]:
+    """The products by the names of the weights that they are added to; what is there whole; all experts'."""
     parts: dict[str, dict[str, TensorSpec]] = {}
     whole: dict[str, str] = {}
     rows: dict[str, NewRows] = {}
@@ -260,8 +287,20 @@ def _arrays(
             rows[f"{module}.weight"] = NewRows(spec.name, _indices(module, spec, config))
         else:
             parts.setdefault(module, {})[part] = spec
-    products = {f"{module}.weight": _product(module, found, scale) for module, found in parts.items()}
-    return products, whole, rows
+    stacked = {module: found for module, found in parts.items() if _EXPERTS.fullmatch(module)}
+    products = {
+        f"{module}.weight": _product(module, found, scale)
+        for module, found in parts.items()
+        if module not in stacked
+    }
+    return products, whole, rows, tuple(_of_experts(*pair, scale) for pair in stacked.items())
+
+
+def _of_experts(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> OfExperts:
+    product = _product(module, parts, scale)
+    if product.transposed or product.magnitude:
+        raise UnsupportedModel(f"{shown(module)}: stacks of mlx-lm's adapters are not known here", _ELSEWHERE)
+    return OfExperts(module.partition(".base_layer")[0], product.left, product.right, scale)
 
 
 def _indices(module: str, spec: TensorSpec, config: Json) -> tuple[int, ...]:

@@ -59,8 +59,10 @@ class Merged(Wrapped):
             left_RK = _floats(source, product.left, 0, product.rank, (start, stop)).T
             right_KI = _floats(source, product.right, 0, tensor.width).T
         else:
-            left_RK = _floats(source, product.left, start, stop)
-            right_KI = _floats(source, product.right, 0, product.rank)
+            first, rank = product.first_row, product.rank
+            left_RK = _floats(source, product.left, first + start, first + stop)
+            left_RK = left_RK[:, product.expert :: product.experts]
+            right_KI = _floats(source, product.right, product.expert * rank, (product.expert + 1) * rank)
         lengths_R = _floats(source, product.magnitude, start, stop)[:, 0] if product.magnitude else None
         return merged(value, left_RK, right_KI, product.scale, lengths_R, tensor.encoding.dtype)
 

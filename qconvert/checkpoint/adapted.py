@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from qconvert.checkpoint.adapted_experts import products_of_experts
 from qconvert.checkpoint.adapter_names import Names
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import DType, Json, TensorSpec
@@ -38,6 +39,7 @@ def merge(base: Checkpoint, adapter: Adapter, folder: Path) -> Checkpoint:
         raise UnsupportedModel(fact, "name the folder with safetensors: BASE+ADAPTER")
     names = Names(base, adapter)
     products = {names.of(name): product for name, product in adapter.low_rank.items()}
+    products |= products_of_experts(base, adapter)
     whole = {names.of(name): array for name, array in adapter.whole.items()}
     rows = {names.of(name): new for name, new in adapter.rows.items()}
     _drop_equal_head(names, adapter, products, whole, rows)
@@ -80,6 +82,8 @@ def _dtype(tensor: ModelTensor) -> DType:
 
 def _check_shapes(name: str, base: ModelTensor, product: LowRank, adapter: Adapter) -> None:
     left, right = adapter.spec(product.left).shape, adapter.spec(product.right).shape
+    if product.experts > 1:  # were compared with their parameter
+        return
     made = (left[-1], right[0]) if product.transposed else (left[0], right[-1])
     if len(base.shape) != 2 or made != base.shape:
         raise CorruptCheckpoint(
@@ -88,6 +92,11 @@ def _check_shapes(name: str, base: ModelTensor, product: LowRank, adapter: Adapt
         )
     if product.magnitude is not None and adapter.spec(product.magnitude).count != base.rows:
         count = adapter.spec(product.magnitude).count
+        if product.transposed and count == base.width:
+            raise UnsupportedModel(
+                f"{shown(name)}: DoRA of an embedding, with {count:,} lengths of columns, is not known here",
+                "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+            )
         raise CorruptCheckpoint(f"{shown(product.magnitude)}: {count:,} lengths of {base.rows:,} rows")
 
 

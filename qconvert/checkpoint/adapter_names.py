@@ -12,6 +12,8 @@ from qconvert.models import Architecture
 
 _LAYERS = ".layers."
 # Modules that only hold others: classes and files of several versions put them into names, or do not.
+# What transformers calls modules by now that files have by another name.
+_RENAMED = {"block_sparse_moe": "mlp"}
 _HOLDERS = {"model", "transformer", "language_model", "text_model", "vision_model"}
 
 
@@ -59,7 +61,7 @@ def _name(architecture: Architecture, role: str) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _HOLDERS)
+    return ".".join(_RENAMED.get(part, part) for part in name.split(".") if part not in _HOLDERS)
 
 
 def _end(name: str) -> str | None:

@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from qconvert.checkpoint.hub import resolve
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.checkpoint.resolved import open_found
+from qconvert.core.values import DenseRows
+
 Arrays = dict[str, np.ndarray]
 PREFIX = "base_model.model."
 
@@ -49,3 +54,16 @@ def merged_f64(weight: np.ndarray, arrays: Arrays, module: str, scale: float) ->
     left = arrays[f"{PREFIX}{module}.lora_B.weight"].astype(np.float64)
     right = arrays[f"{PREFIX}{module}.lora_A.weight"].astype(np.float64)
     return weight.astype(np.float64) + scale * (left @ right)
+
+
+def numbers(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor of a checkpoint in float32."""
+    tensor = checkpoint.tensors[name]
+    value = checkpoint.reader.read(tensor, 0, tensor.rows)
+    assert isinstance(value, DenseRows) and value.rows_RI.dtype == np.float32
+    return value.rows_RI
+
+
+def opened(model: object) -> Checkpoint:
+    """A model, or an adapter with its base."""
+    return open_found(resolve(str(model)))
