@@ -85,6 +85,15 @@ class Dialogue:
         return isinstance(_default_template(self.folder), str)
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the chat template names tools."""
+        return self.has_template and "tools" in _template(self.folder)
+
+    def special_text(self, kind: str) -> str:
+        """The text of a special token (bos, eos), "" where the tokenizer has none."""
+        return self._special.get(f"{kind}_token", "")
+
+    @property
     def eos(self) -> int | None:
         """The token that ends a text: that of tokenizer_config.json, else the first that stops generation."""
         text = files.token_text(self.folder.settings.get("eos_token"))

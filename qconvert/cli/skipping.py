@@ -111,4 +111,4 @@ def write_texts_beside(job: Job, path: Path, flags: Flags, *, anew: bool = True)
             card = gguf_sidecars.card(path, table, job.source.checkpoint, name, modelfile=beside_it)
             target.write_text(card, encoding="utf-8")
         elif suffix == gguf_sidecars.MODELFILE:
-            target.write_text(gguf_sidecars.modelfile(path), encoding="utf-8")
+            target.write_text(gguf_sidecars.modelfile(path, job.source.checkpoint), encoding="utf-8")

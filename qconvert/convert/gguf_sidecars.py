@@ -33,9 +33,15 @@ def check_sidecars(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) ->
             raise OutputExists(f"{beside}: already exists", TAKEN)
 
 
-def modelfile(path: Path) -> str:
-    """The Modelfile that `ollama create` needs: Ollama takes template and parameters from the GGUF."""
-    return f"FROM ./{path.name}\n"
+def modelfile(path: Path, source: Checkpoint) -> str:
+    """The Modelfile that `ollama create` needs: with the source's chat template where that is plain.
+
+    Ollama takes parameters from the GGUF, and templates that it knows.
+    """
+    from qconvert.convert.ollama_template import turns_of
+
+    turns = turns_of(source)
+    return f"FROM ./{path.name}\n" + (turns.modelfile() if turns else "")
 
 
 def ollama_create(path: Path) -> str:

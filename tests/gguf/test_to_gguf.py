@@ -350,7 +350,9 @@ def test_a_card_and_a_modelfile_beside_the_file(tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
     words = ("to-gguf", "embedded", "--type", "q8_0", "--card", "--modelfile", "-o", out)
     assert qconvert(*words).code == 0
-    assert (tmp_path / "m.Modelfile").read_text() == "FROM ./m.gguf\n"
+    modelfile = (tmp_path / "m.Modelfile").read_text()
+    assert modelfile.startswith('FROM ./m.gguf\nTEMPLATE """{{ if .System }}<|im_start|>system\n')
+    assert modelfile.endswith('\nPARAMETER stop "<|im_end|>"\n')
     card = (tmp_path / "m.md").read_text()
     assert (
         card.startswith("---\nlicense: apache-2.0\n") and "q8_0" in card and "llama-server -m m.gguf" in card
