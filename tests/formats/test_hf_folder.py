@@ -202,7 +202,7 @@ def test_a_bare_config_is_enough_without_weights(model: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "kind", "fact", "hint"),
     [
-        ("adapter_config.json", UnsupportedModel, "holds a LoRA adapter, not a model", "merge it into"),
+        ("adapter_config.json", UnsupportedModel, "holds a LoRA adapter, not a model", "with its base"),
         ("model.gguf", UnsupportedModel, "holds a GGUF file, model.gguf", "name the file"),
         ("pytorch_model.bin", UnsupportedModel, "holds weights as a pickle, pytorch_mod", "save_pretrained"),
         ("consolidated.00.pth", UnsupportedModel, "holds weights as a pickle, consolid", "save_pretrained"),
