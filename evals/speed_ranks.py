@@ -14,10 +14,10 @@ from pathlib import Path
 
 import click
 
-from evals.speed_tensors import Cost, cost
+from evals.speed_tensors import Cost, cost, cost_cells
 from evals.synthetic import SHAPES, make_checkpoint
 from qconvert.core.version import __version__
-from qconvert.report.tables import size, table
+from qconvert.report.tables import table
 
 
 @click.command("ranks")
@@ -79,15 +79,7 @@ def _check_equal(one: Path, many: Path) -> None:
 
 def _print(title: str, rows: dict[str, list[Cost]]) -> None:
     """Medians, and the ratio of the seconds, taken round by round."""
-    cells = [
-        [
-            name,
-            f"{statistics.median(run.seconds for run in costs):.1f}",
-            f"{statistics.median(run.user + run.system for run in costs):.1f}",
-            size(max(run.peak_bytes for run in costs)),
-        ]
-        for name, costs in rows.items()
-    ]
+    cells = [cost_cells(name, costs) for name, costs in rows.items()]
     one, many = rows.values()
     ratio = statistics.median(b.seconds / a.seconds for a, b in zip(one, many, strict=True))
     click.echo(f"{title}, {os.cpu_count()} cores, {len(one)} rounds")

@@ -137,6 +137,14 @@ def cost(command: list[str]) -> Cost:
     return Cost(usage.ru_utime, usage.ru_stime, seconds, usage.ru_maxrss * 1024)
 
 
+def cost_cells(name: str, costs: list[Cost], digits: int = 1) -> list[str]:
+    """A line of a table of runs: medians of seconds and processor seconds, the largest peak."""
+    seconds = statistics.median(run.seconds for run in costs)
+    processor = statistics.median(run.user + run.system for run in costs)
+    peak = size(max(run.peak_bytes for run in costs))
+    return [name, f"{seconds:.{digits}f}", f"{processor:.{digits}f}", peak]
+
+
 def _lines(rows: dict[str, list[Cost]]) -> list[str]:
     cells = []
     for name, runs in rows.items():

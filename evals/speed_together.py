@@ -14,9 +14,9 @@ from pathlib import Path
 
 import click
 
-from evals.speed_tensors import Cost, cost
+from evals.speed_tensors import Cost, cost, cost_cells
 from evals.synthetic import SHAPES, make_checkpoint
-from qconvert.report.tables import size, table
+from qconvert.report.tables import table
 
 
 @click.command("together")
@@ -71,15 +71,7 @@ def together(
 def _print(title: str, asked: str, rows: dict[str, list[Cost]]) -> None:
     """Medians, and the ratio of one call to the sum of single ones, taken round by round."""
     alone = [rows[name] for name in rows if name != asked]
-    cells = [
-        [
-            name,
-            f"{statistics.median(run.seconds for run in costs):.2f}",
-            f"{statistics.median(run.user + run.system for run in costs):.2f}",
-            size(max(run.peak_bytes for run in costs)),
-        ]
-        for name, costs in rows.items()
-    ]
+    cells = [cost_cells(name, costs, 2) for name, costs in rows.items()]
     wall = [
         one.seconds / sum(run.seconds for run in sums) for one, *sums in zip(rows[asked], *alone, strict=True)
     ]

@@ -84,12 +84,12 @@ def _unrotated(layers: int) -> list[int]:
 
 
 @implying(lambda file: {"no_rope_layers": _unrotated(file.layers)})
-def _every_fourth_layer_is_unrotated(facts: Facts) -> str | None:
+def every_fourth_layer_is_unrotated(facts: Facts) -> str | None:
     """Refuses layers without a rotary embedding that are not every fourth."""
     stated = facts.settings.get("no_rope_layers")
     if not stated or stated == _unrotated(facts.layers):
         return None
-    return "no_rope_layers is not every fourth layer, as llama.cpp's llama4 has it"
+    return "no_rope_layers is not every fourth layer, as in llama.cpp's graph"
 
 
 # Neighbouring rows are rotated by the class, too.
@@ -126,7 +126,7 @@ LLAMA4 = replace(
         SILU,
         _known_norms,
         _every_nth_layer_is_sparse,
-        _every_fourth_layer_is_unrotated,
+        every_fourth_layer_is_unrotated,
         c.every_nth_layer_is_full(4, "chunked_attention"),
         c.computes("attention_chunk_size", 8192),
         c.computes("attn_temperature_tuning", True, 1, 4),

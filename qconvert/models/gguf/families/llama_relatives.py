@@ -11,28 +11,20 @@ from qconvert.models.families.common import language_config
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, implying, positive, read_by
-from qconvert.models.gguf.families.llama import LLAMA, MISTRAL, OLMO2, SILU
+from qconvert.models.gguf.families.llama import (
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    SILU,
+    every_fourth_layer_is_unrotated,
+)
 from qconvert.models.gguf.metadata import Metadata
-
-
-def _unrotated(layers: int) -> list[int]:
-    return [int((layer + 1) % 4 != 0) for layer in range(layers)]
-
-
-@implying(lambda file: {"no_rope_layers": _unrotated(file.layers)})
-def _every_fourth_layer_is_unrotated(facts: Facts) -> str | None:
-    """Refuses layers without a rotary embedding that are not every fourth."""
-    stated = facts.settings.get("no_rope_layers")
-    if not stated or stated == _unrotated(facts.layers):
-        return None
-    return "no_rope_layers is not every fourth layer, as llama.cpp's smollm3 has it"
-
 
 SMOLLM3 = replace(
     LLAMA,
     arch="smollm3",
     defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 4},
-    checks=(*LLAMA.checks, _every_fourth_layer_is_unrotated, c.computes("attention_bias", False)),
+    checks=(*LLAMA.checks, every_fourth_layer_is_unrotated, c.computes("attention_bias", False)),
 )
 
 SEED_OSS = GGUFModel(
