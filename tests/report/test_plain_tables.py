@@ -46,7 +46,7 @@ def test_of_a_tied_model_the_loaders_are_named_that_take_it(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
-        (("--layout", "awq", "--group-size", 32), "loaders of awq read them unquantized only"),
+        (("--layout", "awq", "--group-size", 32), "loaders of awq load such tables unquantized only"),
         (("--rule", "embed=int8-g32", "--rule", "lm_head=int8-g32", "--group-size", 32), ""),
     ],
 )
