@@ -334,8 +334,8 @@ def _part(name: str) -> tuple[str, str | None]:
 
 
 def _product(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> LowRank:
-    turned = "left_T" in parts or "right_T" in parts
-    left, right = (parts.get(f"{side}_T" if turned else side) for side in ("left", "right"))
+    transposed = "left_T" in parts or "right_T" in parts
+    left, right = (parts.get(f"{side}_T" if transposed else side) for side in ("left", "right"))
     if left is None or right is None:
         raise CorruptCheckpoint(f"{shown(module)}: the adapter has {len(parts)} of its two matrices")
     if len(left.shape) != 2 or len(right.shape) != 2:
@@ -344,7 +344,7 @@ def _product(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> Low
             f"{shown(module)}: the adapter's arrays have shapes {shapes}, not those of matrices",
             _ELSEWHERE,
         )
-    rank, other = (left.shape[0], right.shape[1]) if turned else (left.shape[1], right.shape[0])
+    rank, other = (left.shape[0], right.shape[1]) if transposed else (left.shape[1], right.shape[0])
     if rank != other or not 1 <= rank <= _MOST_RANK:
         raise CorruptCheckpoint(f"{shown(module)}: matrices of ranks {rank} and {other}")
     if odd := next((spec for spec in parts.values() if not spec.dtype.is_float), None):
@@ -353,5 +353,5 @@ def _product(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> Low
         )
     magnitude = parts.get("magnitude")
     return LowRank(
-        left.name, right.name, rank, scale.of(module, rank), turned, magnitude.name if magnitude else None
+        left.name, right.name, rank, scale.of(module, rank), transposed, magnitude.name if magnitude else None
     )
