@@ -57,8 +57,9 @@ class BucketFiles:
             return {}
 
     def changed_ns(self, name: str) -> int:
+        """The end of the second that storages name: what was written earlier in that second is no newer."""
         head = self._head(name)
-        return 0 if head is None else int(head["last_modified"].timestamp() * 1e9)
+        return 0 if head is None else (int(head["last_modified"].timestamp()) + 1) * 10**9 - 1
 
     def sha256(self, name: str) -> str:
         size, digest = self.size(name) or 0, sha256()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,21 @@ def test_what_a_killed_run_has_left_there_is_completed(
     assert qconvert(*command, "--skip-existing").code == 0
     assert objects(bucket, place) == before
     assert "already complete, skipped" in qconvert(*command, "--skip-existing").err
+
+
+def test_a_source_of_the_second_of_its_output_is_not_newer(bucket: Any, here: Path) -> None:  # noqa: F811
+    """Storages name whole seconds."""
+    assert qconvert(*GGUF).code == 0
+    written = max(int(each["last_modified"].timestamp()) for batch in obstore.list(bucket) for each in batch)
+    source = next((here / "m").glob("*.safetensors"))
+    before = source.stat().st_mtime_ns
+    try:
+        os.utime(source, ns=(0, written * 10**9 + 999_000_000))
+        assert "already complete" in qconvert(*GGUF, "--skip-existing").err
+        os.utime(source, ns=(0, (written + 2) * 10**9))
+        assert f"the source's {source.name} is newer" in failed_because(qconvert(*GGUF, "--skip-existing"))
+    finally:
+        os.utime(source, ns=(0, before))  # other tests read it
 
 
 def test_a_gguf_is_verified_by_the_manifest_beside_it(bucket: Any, here: Path) -> None:  # noqa: F811
