@@ -45,7 +45,10 @@ _ORIGINAL = ".original_module."
 _PLAIN_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.(?!\*))*(?:\.\*(?:[\w-]|\\?\.(?!\*))*)?\$?")
 _EXPERTS = re.compile(r"(.*\.experts)(?:\.base_layer)*")
 _MOST_RANK = 1 << 14
-_ELSEWHERE = "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()"
+ELSEWHERE = "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()"
+"""The hint for what is not computed here."""
+OTHER_BASE = "name the model that it was trained on: BASE+ADAPTER"
+"""The hint for an adapter that does not fit its base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,24 +227,17 @@ def _is_named(module: str, pattern: str) -> bool:
 def _peft_scale(config: Json) -> _Scale:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedModel(
-            f"{ADAPTER_CONFIG}: peft_type is {shown(kind)}, not LORA",
-            _ELSEWHERE,
-        )
+        raise UnsupportedModel(f"{ADAPTER_CONFIG}: peft_type is {shown(kind)}, not LORA", ELSEWHERE)
     initial = str(config.get("init_lora_weights")).lower()
     odd = next((key for key in _OTHER_ARITHMETIC if config.get(key)), None)
     if odd is None and initial.startswith(_CHANGED_BASES):
         odd = f"init_lora_weights {shown(initial)} (which changes the base)"
     if odd is not None:
-        raise UnsupportedModel(
-            f"{ADAPTER_CONFIG}: {odd} is not known here",
-            _ELSEWHERE,
-        )
+        raise UnsupportedModel(f"{ADAPTER_CONFIG}: {odd} is not known here", ELSEWHERE)
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_PLAIN_PATTERN.fullmatch, patterns)):
         raise UnsupportedModel(
-            f"{ADAPTER_CONFIG}: alpha_pattern {shown(patterns)} has more than names of modules",
-            _ELSEWHERE,
+            f"{ADAPTER_CONFIG}: alpha_pattern {shown(patterns)} has more than names of modules", ELSEWHERE
         )
     alphas = {key: _number(value, "alpha_pattern") for key, value in patterns.items()}
     rank = config.get("r")
@@ -299,7 +295,7 @@ def _arrays(
 def _of_experts(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> OfExperts:
     product = _product(module, parts, scale)
     if product.transposed or product.magnitude:
-        raise UnsupportedModel(f"{shown(module)}: stacks of mlx-lm's adapters are not known here", _ELSEWHERE)
+        raise UnsupportedModel(f"{shown(module)}: stacks of mlx-lm's adapters are not known here", ELSEWHERE)
     return OfExperts(module.partition(".base_layer")[0], product.left, product.right, scale)
 
 
@@ -326,10 +322,7 @@ def _part(name: str) -> tuple[str, str | None]:
     for infix in (".token_adapter.", ".base_layer.", ".modules_to_save."):
         plain = plain.replace(infix, ".")
     if "lora_" in plain or "token_adapter" in plain:
-        raise UnsupportedModel(
-            f"{shown(name)}: an array of an adapter that is not known here",
-            _ELSEWHERE,
-        )
+        raise UnsupportedModel(f"{shown(name)}: an array of an adapter that is not known here", ELSEWHERE)
     return plain, None
 
 
@@ -341,8 +334,7 @@ def _product(module: str, parts: Mapping[str, TensorSpec], scale: _Scale) -> Low
     if len(left.shape) != 2 or len(right.shape) != 2:
         shapes = f"{list(left.shape)} and {list(right.shape)}"
         raise UnsupportedModel(
-            f"{shown(module)}: the adapter's arrays have shapes {shapes}, not those of matrices",
-            _ELSEWHERE,
+            f"{shown(module)}: the adapter's arrays have shapes {shapes}, not those of matrices", ELSEWHERE
         )
     rank, other = (left.shape[0], right.shape[1]) if transposed else (left.shape[1], right.shape[0])
     if rank != other or not 1 <= rank <= _MOST_RANK:

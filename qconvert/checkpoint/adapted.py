@@ -19,7 +19,7 @@ from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.huggingface.adapter import Adapter, LowRank, NewRows
+from qconvert.formats.huggingface.adapter import ELSEWHERE, OTHER_BASE, Adapter, LowRank, NewRows
 from qconvert.formats.huggingface.folder import HFCheckpoint
 from qconvert.formats.huggingface.shard_index import ShardedSpecs
 from qconvert.formats.huggingface.sidecars import sidecars_of
@@ -88,14 +88,14 @@ def _check_shapes(name: str, base: ModelTensor, product: LowRank, adapter: Adapt
     if len(base.shape) != 2 or made != base.shape:
         raise CorruptCheckpoint(
             f"{shown(name)}: the adapter changes a matrix of {list(made)}, the base's is {list(base.shape)}",
-            "name the model that it was trained on: BASE+ADAPTER",
+            OTHER_BASE,
         )
     if product.magnitude is not None and adapter.spec(product.magnitude).count != base.rows:
         count = adapter.spec(product.magnitude).count
         if product.transposed and count == base.width:
             raise UnsupportedModel(
                 f"{shown(name)}: DoRA of an embedding, with {count:,} lengths of columns, is not known here",
-                "merge it with its own tool: merge_and_unload() in peft, then save_pretrained()",
+                ELSEWHERE,
             )
         raise CorruptCheckpoint(f"{shown(product.magnitude)}: {count:,} lengths of {base.rows:,} rows")
 
@@ -105,14 +105,11 @@ def _check_rows(
 ) -> None:
     if name in products:
         fact = f"{shown(name)}: the adapter has new rows of it, and adds a product, too"
-        raise UnsupportedModel(fact, "merge it with its own tool: merge_and_unload() in peft")
+        raise UnsupportedModel(fact, ELSEWHERE)
     width, last = adapter.spec(new.array).shape[1], max(new.indices, default=0)
     if len(base.shape) != 2 or width != base.width or last >= base.rows:
         fact = f"{shown(name)}: the adapter has row {last:,} of {width:,} numbers"
-        raise CorruptCheckpoint(
-            f"{fact}, the base's shape is {list(base.shape)}",
-            "name the model that it was trained on: BASE+ADAPTER",
-        )
+        raise CorruptCheckpoint(f"{fact}, the base's shape is {list(base.shape)}", OTHER_BASE)
 
 
 def _drop_equal_head(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import UnsupportedModel, shown
-from qconvert.formats.huggingface.adapter import Adapter, LowRank, OfExperts
+from qconvert.formats.huggingface.adapter import ELSEWHERE, OTHER_BASE, Adapter, LowRank, OfExperts
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ROLE = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)")
@@ -31,7 +31,7 @@ def products_of_experts(base: Checkpoint, adapter: Adapter) -> dict[str, LowRank
         experts = layers.get(int(layer[1])) if layer else None
         if experts is None or not _are_alike(experts):
             fact = f"{shown(stack.module)}: {base.path.name} has no matrices of single experts there"
-            raise UnsupportedModel(fact, "merge it with its own tool: merge_and_unload() in peft")
+            raise UnsupportedModel(fact, ELSEWHERE)
         found |= _products(stack, experts, adapter)
     return found
 
@@ -74,7 +74,7 @@ def _products(stack: OfExperts, experts: _Experts, adapter: Adapter) -> dict[str
         raise UnsupportedModel(
             f"{shown(stack.module)}: the adapter has {ranks} ranks for {count} experts of {list(made)}, "
             f"the base's are {shapes}",
-            "name the model that it was trained on: BASE+ADAPTER",
+            OTHER_BASE,
         )
     return {
         tensor.name: stack.of(parameter, expert, count, ranks // count, first_row)

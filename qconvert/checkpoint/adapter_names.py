@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import UnsupportedModel, shown
-from qconvert.formats.huggingface.adapter import Adapter
+from qconvert.formats.huggingface.adapter import OTHER_BASE, Adapter
 from qconvert.models import Architecture
 
 _LAYERS = ".layers."
@@ -43,7 +43,7 @@ class Names:
         if found is None:
             which = f"{shown(name)}: one of {self._every:,} tensors of the adapter"
             fact = f"{which}; {self._base} has no such tensor"
-            raise UnsupportedModel(fact, "name the model that it was trained on: BASE+ADAPTER")
+            raise UnsupportedModel(fact, OTHER_BASE)
         return found
 
     def base_of(self, name: str) -> ModelTensor:
