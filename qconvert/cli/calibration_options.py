@@ -9,7 +9,7 @@ import click
 
 from qconvert.calibrate.calibration import METHODS
 from qconvert.cli.options import NearestChoice, TokensType
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadUsage
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,7 +66,7 @@ def calibration_options(command: F) -> F:
 
 
 def check_idle(given: Mapping[str, object], *, aims: bool) -> None:
-    """Raise BadRecipe for the first option that has a value, although nothing reads the text."""
+    """Raise BadUsage for the first option that has a value, although nothing reads the text."""
     idle = next((name for name, value in given.items() if value), None)
     if idle and not aims:
-        raise BadRecipe(f"{idle}: --method nearest reads no text", "add --method feedback, or leave it out")
+        raise BadUsage(f"{idle}: --method nearest reads no text", "add --method feedback, or leave it out")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.ggml_types import GGMLType
 from qconvert.core.statistics import StatisticsSource
+from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe
 
+# Who may ask; manifests and events record the name.
+COMMANDS = (
+    "quantize", "convert", "dequantize", "to-gguf", "from-gguf",
+    "fuse", "fuse-qkv", "unfuse", "tie", "untie", "merge",
+)  # fmt: skip
 # The file type that keeps the codes, or the numbers, of every tensor.
 KEEP = "keep"
 
@@ -38,7 +45,7 @@ class GGUFTarget:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The request of a writing command.
+    """The request of a writing command, which is one of COMMANDS: BadRecipe names another one.
 
     `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be cut) and
     `dequantize` undo; `dtype` casts plain float tensors and gives dequantized ones and new scales their
@@ -62,6 +69,10 @@ class Request:
 
     def __post_init__(self) -> None:
         """Aim at the recipe's layout where no target is named: a layout is not asked for in vain."""
+        if self.command not in COMMANDS:
+            near = get_close_matches(self.command, COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"commands that write: {', '.join(COMMANDS)}"
+            raise BadRecipe(f"Request({self.command!r}): no command has this name", hint)
         if self.target is None and self.recipe.layout != registry.DEFAULT:
             object.__setattr__(self, "target", Target(self.recipe.layout))
 

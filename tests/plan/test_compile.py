@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+from qconvert import cli
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Unquantized
 from qconvert.core.schemes import Scheme
-from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
+from qconvert.errors import BadRecipe, CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.models import Architecture, bind
 from qconvert.ops import CheckFinite
 from qconvert.plan.facts import HeadDifference
 from qconvert.plan.loader_notices import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING, QUANTIZED_TIED_EMBEDDING
 from qconvert.plan.recipe import Recipe, Rule
+from qconvert.plan.request import COMMANDS, Request
 from qconvert.plan.state import Compiled
 from tests.support.compiling import EQUAL, compiled
 from tests.support.models import EMBED, HEAD, tiny_config, tiny_shapes
@@ -200,3 +203,17 @@ def test_loaders_that_cannot_read_the_output_are_named_before_the_work() -> None
     assert drafted(embed, tied=False).notices == (QUANTIZED_EMBEDDING,)
     assert drafted(INT4_RECIPE.with_(rules=(Rule("lm_head", Scheme(8)),)), tied=False).notices == ()
     assert drafted(Recipe(scheme=Scheme(4, 32, symmetric=False))).notices == (ASYMMETRIC,)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("quantise", "'quantize'"), ("push", "to-gguf")])
+def test_a_request_is_of_a_command_that_there_is(name: str, hint: str) -> None:
+    with pytest.raises(BadRecipe, match=name) as refused:
+        Request(name)
+    assert hint in refused.value.hint
+
+
+def test_every_command_that_writes_a_model_may_ask() -> None:
+    """Those are the ones that can plan alone (--dry-run)."""
+    modules = (import_module(f"qconvert.cli.{each.replace('-', '_')}") for each in cli.COMMANDS)
+    commands = [module.command for module in modules]
+    assert {each.name for each in commands if any(p.name == "dry_run" for p in each.params)} == {*COMMANDS}

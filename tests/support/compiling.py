@@ -30,13 +30,13 @@ class Told(CompressedTensors):
 
 def compiled(binding: Binding, head: HeadDifference = EQUAL, **how: Any) -> Compiled:
     """What a request with these fields compiles to."""
-    request = Request(**{"command": "x", **how})
+    request = Request(**{"command": "quantize", **how})
     return compile_request(request, binding, SourceFacts(head=head), Told())
 
 
 def start(binding: Binding, recipe: Recipe = Recipe(), **how: Any) -> Compiled:  # noqa: B008 (frozen)
     """The state before the first pass."""
-    request = Request(**{"command": "x", "recipe": recipe, **how})
+    request = Request(**{"command": "quantize", "recipe": recipe, **how})
     architecture = binding.architecture
     tied = architecture.tied if recipe.tie is None else recipe.tie
     facts = SourceFacts(head=EQUAL)
