@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.checking import end_with_json, told_of
-from qconvert.cli.exit_codes import one_of, tell_with_errors
+from qconvert.cli.checking import end_checks
+from qconvert.cli.exit_codes import tell_with_errors
 from qconvert.cli.options import (
     NearestChoice,
     examples,
     json_option,
+    keep_going_option,
     models_argument,
     quiet_option,
     revision_option,
 )
+from qconvert.cli.passed_over import PassedOver
 from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where the loader computes: which kernels there are (known of vLLM).",
 )
+@keep_going_option
 @json_option
 @quiet_option("only errors and warnings")
 @revision_option
@@ -52,6 +55,7 @@ def command(
     loader: str,
     tp: int,
     device: str,
+    keep_going: bool,
     as_json: bool,
     quiet: bool,
     revision: str | None,
@@ -67,21 +71,19 @@ def command(
 
     failing: list[tuple[str, int]] = []
     told: list[Json] = []
+    passed = PassedOver(models, keep_going, as_json)
     tell_with_errors("models", told)
     for model in models:
-        with one_of(models, model):
+        with passed.one(model):
             found = _checked(model, loader, tp, device, revision)
-        told.append(_to_json(model, found, {"for": loader, **_conditions(loader, tp, device)}))
-        errors = sum(problem.severity == ERROR for problem in found)
-        if errors:
-            failing.append((model, errors))
-        if not as_json:
-            _print(model, loader, found, quiet=quiet, several=len(models) > 1)
+            told.append(_to_json(model, found, {"for": loader, **_conditions(loader, tp, device)}))
+            errors = sum(problem.severity == ERROR for problem in found)
+            if errors:
+                failing.append((model, errors))
+            if not as_json:
+                _print(model, loader, found, quiet=quiet, several=len(models) > 1)
     failure = _failure(failing, loader, "`problems`" if as_json else "the list above")
-    if as_json:
-        end_with_json(told_of(told), failure)
-    if failure is not None:
-        raise failure
+    end_checks(told, failure, passed)
 
 
 def _failure(failing: Sequence[tuple[str, int]], loader: str, where: str) -> CheckFailed | None:

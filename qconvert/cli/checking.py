@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from qconvert.cli.exit_codes import error_record
+from qconvert.cli.exit_codes import error_record, say_error
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
+    from qconvert.cli.passed_over import PassedOver
     from qconvert.core.dtypes import Json
 
 
@@ -35,11 +36,25 @@ def phrase(value: object) -> str:
     return str(value)
 
 
-def told_of(models: Sequence[Json]) -> Json:
+def _told_of(models: Sequence[Json]) -> Json:
     """What --json prints of models that were checked, each with its own `ok`: the only one, or `models`."""
     if len(models) == 1:
         return {"schema": 1, **models[0]}
     return {"schema": 1, "ok": all(each["ok"] for each in models), "models": list(models)}
+
+
+def end_checks(told: Sequence[Json], failure: CheckFailed | None, passed: PassedOver) -> None:
+    """End a command on what it told of models: with what it passed over, or the first check that failed."""
+    if passed.errors:
+        if passed.as_json:
+            click.echo(json.dumps(passed.told("models", told)))
+        elif failure is not None:
+            say_error(error_record(failure))
+        passed.leave()
+    if passed.as_json:
+        end_with_json(_told_of(told), failure)
+    if failure is not None:
+        raise failure
 
 
 def end_with_json(found: Json, failure: CheckFailed | None) -> NoReturn:

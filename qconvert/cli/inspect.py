@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.exit_codes import one_of, tell_with_errors
-from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
+from qconvert.cli.exit_codes import tell_with_errors
+from qconvert.cli.options import (
+    examples,
+    json_option,
+    keep_going_option,
+    models_argument,
+    quiet_option,
+    revision_option,
+)
+from qconvert.cli.passed_over import PassedOver
 from qconvert.cli.printing import terminal_columns
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 @models_argument()
 @click.option("--metadata", "show_metadata", is_flag=True, help="List the keys of config.json, or of a GGUF.")
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
+@keep_going_option
 @json_option
 @quiet_option("only the tables")
 @revision_option
@@ -31,6 +40,7 @@ def command(
     models: tuple[str, ...],
     show_metadata: bool,
     list_tensors: bool,
+    keep_going: bool,
     as_json: bool,
     quiet: bool,
     revision: str | None,
@@ -60,28 +70,34 @@ def command(
     W4A16             weights of 4 bits, inputs as they are
     W8A8              weights of 8 bits, inputs rounded to 8 bits in a way that config.json says
     """
-    found: list[Json] = []
-    shown: list[Json] = []
-    tell_with_errors("models", shown)
+    found: dict[str, Json] = {}
+    told: list[Json] = []
+    passed = PassedOver(models, keep_going, as_json)
+    tell_with_errors("models", told)
     for model in models:
-        with one_of(models, model):
-            found.append(_opened(model, revision, list_tensors, show_metadata))
-        shown.append({"model": model, **found[-1]})
+        with passed.one(model):
+            found[model] = _opened(model, revision, list_tensors, show_metadata)
+            told.append({"model": model, **found[model]})
     if as_json:
+        several = len(models) > 1
         click.echo(
-            json.dumps({"schema": 1, "ok": True, **(shown[0] if len(shown) == 1 else {"models": shown})})
+            json.dumps(passed.told("models", told) if several else {"schema": 1, "ok": True, **told[0]})
         )
-        return
-    for each in found:
+    else:
+        _print_all(found, several=len(models) > 1)
+    passed.leave()
+
+
+def _print_all(found: Mapping[str, Json], *, several: bool) -> None:
+    for each in found.values():
         for warning in each["warnings"]:
             click.echo(f"Warning: {warning}", err=True)
-    if len(models) > 1:
+    if several and found:
         from qconvert.report.side_by_side import side_by_side
 
-        models_found = dict(zip(models, found, strict=True))
-        click.echo("\n".join(side_by_side(models_found, terminal_columns())))
-        return
-    _print(models[0], found[0])
+        click.echo("\n".join(side_by_side(found, terminal_columns())))
+    elif found:
+        _print(*next(iter(found.items())))
 
 
 def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata: bool) -> Json:

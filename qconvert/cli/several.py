@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from qconvert.cli.exit_codes import error_record, one_of, say_error, tell_with_errors, typed
+from qconvert.cli.exit_codes import tell_with_errors, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.many_outputs import check_several, plan_outputs, write_outputs
+from qconvert.cli.passed_over import PassedOver
 from qconvert.cli.run_conversion import Explained, open_source, plan_output, write
 from qconvert.cli.skipping import Tell, one_object
-from qconvert.errors import BadRecipe, BadUsage, QConvertError, shown
+from qconvert.errors import BadRecipe, QConvertError, shown
 
 if TYPE_CHECKING:
     from qconvert.cli.many_outputs import Wanted
@@ -93,20 +91,27 @@ def _write_all(
                 "--json: of several models, each may be finished by another of the processes",
                 "convert them one by one",
             )
-    run = _Run(models, replace(flags, out=None, folder=flags.out or Path()))
-    tell_with_errors("outputs", run.made)
-    possible = [(models[0], run.flags)] if len(models) == 1 else []
+    every = replace(flags, out=None, folder=flags.out or Path())
+    passed, made = PassedOver(models, flags.keep_going, flags.as_json), list[dict[str, Any]]()
+    tell_with_errors("outputs", made)
+
+    def tell(told: dict[str, Any]) -> None:
+        made.append({key: value for key, value in told.items() if key not in ("schema", "ok")})
+
+    possible = [(models[0], every)] if len(models) == 1 else []
     taken: list[Path] = []
     for model in models if len(models) > 1 else ():
-        with run.one(model):
-            found, own = plan(model, replace(run.flags, taken=tuple(taken)))
+        with passed.one(model):
+            found, own = plan(model, replace(every, taken=tuple(taken)))
             taken += found
             possible.append((model, own))
     taken.clear()
     for model, own in possible:
-        with run.one(model):
-            taken += write_one(model, replace(own, taken=tuple(taken)), run.tell)
-    run.end()
+        with passed.one(model):
+            taken += write_one(model, replace(own, taken=tuple(taken)), tell)
+    if flags.as_json:
+        one_object(passed.told("outputs", made))
+    passed.leave()
 
 
 def _check_last(models: Sequence[str], flags: Flags) -> None:
@@ -120,41 +125,6 @@ def _check_last(models: Sequence[str], flags: Flags) -> None:
     if first.exists() and not last.exists() and last.parent.is_dir():
         hint = f"-o names an output: -o {shown(models[-1])}"
         raise QConvertError(f"{shown(models[-1])}: no such file or folder", hint)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The outputs that were made, as --json tells them, and the errors of models that were passed over."""
-
-    models: Sequence[str]
-    flags: Flags
-    made: list[dict[str, Any]] = field(default_factory=list)
-    errors: list[dict[str, Any]] = field(default_factory=list)
-
-    @contextmanager
-    def one(self, model: str) -> Iterator[None]:
-        """Around work on one model: its error ends the command, or is noted for --keep-going."""
-        try:
-            with one_of(self.models, model):
-                yield
-        except QConvertError as error:
-            if not self.flags.keep_going or isinstance(error, BadUsage):
-                raise
-            self.errors.append(error_record(error))
-            if not self.flags.as_json:
-                say_error(self.errors[-1])
-
-    def tell(self, told: dict[str, Any]) -> None:
-        """Note an output, without what is told of the whole command."""
-        self.made.append({key: value for key, value in told.items() if key not in ("schema", "ok")})
-
-    def end(self) -> None:
-        """Tell everything under --json; leave with the code of the first error, if there was one."""
-        if self.flags.as_json:
-            failed = {"error": self.errors[0], "errors": self.errors} if self.errors else {}
-            one_object({"schema": 1, "ok": not self.errors, **failed, "outputs": self.made})
-        if self.errors:
-            raise click.exceptions.Exit(self.errors[0]["exit_code"])
 
 
 def _check_folder(out: Path | None) -> None:

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli import candidates
-from qconvert.cli.checking import end_with_json, open_checkpoint_of, phrase, told_of
-from qconvert.cli.exit_codes import one_of, tell_with_errors
-from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
+from qconvert.cli.checking import end_checks, open_checkpoint_of, phrase
+from qconvert.cli.exit_codes import tell_with_errors
+from qconvert.cli.options import (
+    examples,
+    json_option,
+    keep_going_option,
+    models_argument,
+    quiet_option,
+    revision_option,
+)
+from qconvert.cli.passed_over import PassedOver
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -30,11 +38,17 @@ if TYPE_CHECKING:
     shell_complete=candidates.models,
     help="Decode every tensor and compare it with this source.",
 )
+@keep_going_option
 @json_option
 @quiet_option("nothing; see the exit code")
 @revision_option
 def command(
-    models: tuple[str, ...], against: str | None, as_json: bool, quiet: bool, revision: str | None
+    models: tuple[str, ...],
+    against: str | None,
+    keep_going: bool,
+    as_json: bool,
+    quiet: bool,
+    revision: str | None,
 ) -> None:
     """Check that MODEL holds what its config and manifest promise.
 
@@ -51,21 +65,27 @@ def command(
 
     source = None if against is None else open_checkpoint_of(against, revision)
     told: list[Json] = []
+    passed = PassedOver(models, keep_going, as_json)
     tell_with_errors("models", told)
     failure: CheckFailed | None = None
     for model in models:
-        with one_of(models, model):
+        with passed.one(model):
             found = verify(open_checkpoint_of(model, revision), source)
-        problems, warnings = list(found.problems), list(found.warnings)
-        verdict = {"ok": found.verdict == "verified", "model": model, "verdict": found.verdict}
-        told.append({**verdict, **found.findings, "problems": problems, "warnings": warnings})
-        failure = failure or _failure(model, models, found)
-        if not (as_json or quiet):
-            _print(found, model if len(models) > 1 else "")
-    if as_json:
-        end_with_json(told_of(told), failure)
-    if failure is not None:
-        raise failure
+            told.append(_to_json(model, found))
+            failure = failure or _failure(model, models, found)
+            if not (as_json or quiet):
+                _print(found, model if len(models) > 1 else "")
+    end_checks(told, failure, passed)
+
+
+def _to_json(model: str, found: Verification) -> Json:
+    verdict = {"ok": found.verdict == "verified", "model": model, "verdict": found.verdict}
+    return {
+        **verdict,
+        **found.findings,
+        "problems": list(found.problems),
+        "warnings": list(found.warnings),
+    }
 
 
 # Of a file that is damaged throughout, the first tensors are enough.

@@ -72,6 +72,7 @@ CALLS = [
     ("verify", "verify {quantized} --against {plain}", 0),
     ("verify", "verify {quantized} {plain}", 3),
     ("verify", "verify {quantized} nowhere", 1),
+    ("verify", "verify {quantized} nowhere --keep-going", 1),
     ("check", "check {plain} nowhere --for ollama", 1),
     ("check", "check {plain}", 2),
     ("inspect", "inspect {plain} nowhere", 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,28 @@ def test_keep_going_writes_all_that_can_be_written(models: Path, here: Path) -> 
     ran = qconvert(*call, "--skip-existing", "-q")
     assert ran.code == 1 and ran.err.count("Error: ") == 2 and len(ran.out.splitlines()) == 2
     assert qconvert("quantize", models / "plain", models / "untied", "--bits", 9, "--keep-going").code == 2
+
+
+@pytest.mark.parametrize("call", ["inspect", "check --for vllm", "verify"])
+def test_keep_going_reads_all_that_can_be_read(call: str, models: Path) -> None:
+    words = (*call.split(), "nowhere", models / "quantized", "absent", "--keep-going")
+    ran = qconvert(*words, "--json")
+    assert ran.code == 1 and not ran.json["ok"] and ran.json["error"] == ran.json["errors"][0]
+    assert [each["model"] for each in ran.json["errors"]] == ["nowhere", "absent"]
+    assert [each["model"] for each in ran.json["models"]] == [str(models / "quantized")]
+    ran = qconvert(*words)
+    assert ran.code == 1 and ran.err.count("Error: ") == 2 and str(models / "quantized") in ran.out
+    ran = qconvert(*call.split(), "nowhere", "--keep-going", "--json")
+    assert ran.code == 1 and "nowhere" in ran.json["error"]["fact"]
+
+
+def test_what_fails_a_check_is_said_beside_what_cannot_be_checked(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models / "quantized", tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    ran = qconvert("verify", "nowhere", tmp_path / "m", "--keep-going")
+    assert ran.code == 1 and "model.safetensors" in ran.err and ran.err.count("Error: ") == 2
+    assert qconvert("verify", tmp_path / "m", models / "quantized", "--keep-going").code == 3
 
 
 @pytest.mark.parametrize(
