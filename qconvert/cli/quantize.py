@@ -123,7 +123,8 @@ def _refuse_type(context: click.Context, option: click.Parameter, value: str | N
     metavar="LAYOUT",
     type=LayoutChoice(registry.written),
     show_default=registry.DEFAULT,
-    help=f"Layout of the output: {', '.join(registry.written())}; `convert --help` says what each holds.",
+    help=f"Layout of the output: {', '.join(registry.written())}; `convert --help` says what each holds. "
+    "--method chooses the codes: gptq and awq are only names of layouts here.",
 )
 @target_options("schemes", TARGET_SCHEMES)
 @statistics_option
