@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -108,9 +109,10 @@ def test_statistics_of_very_many_inputs_are_read_back(
         assert len(file.keys()) == 3 * len(inputs) + 1 == 200_005
     with pytest.raises(CorruptCheckpoint, match=r"200,005 tensors \(limit 131,072 in one file\)"):
         read_header(path)
-    monkeypatch.setattr(limits, "STATISTICS_TENSORS", 200_004)
-    with pytest.raises(BadRecipe, match=r"200,005 arrays \(limit 200,004 in one file\)"):
-        write_statistics(tmp_path / "more.safetensors", stored)
+    few = StoredStatistics(InputStatistics(dict(islice(inputs.items(), 400)), np.arange(8)), {}, (record,))
+    monkeypatch.setattr(limits, "STATISTICS_TENSORS", 1_200)
+    with pytest.raises(BadRecipe, match=r"1,201 arrays \(limit 1,200 in one file\)"):
+        write_statistics(tmp_path / "more.safetensors", few)
     assert not (tmp_path / "more.safetensors").exists()
 
 
