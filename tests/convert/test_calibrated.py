@@ -68,7 +68,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def text(windows: int = 48, seed: int = 0) -> np.ndarray:
+def text(windows: int = 24, seed: int = 0) -> np.ndarray:
     """Windows of words, some of them far more frequent than others."""
     ranks = np.random.default_rng(seed).zipf(1.3, (windows, WINDOW))
     return (ranks % VOCAB).astype(np.int64)
@@ -234,12 +234,12 @@ def test_the_manifest_says_what_was_read_and_what_it_won(model: Path, tmp_path: 
     convert(model, tmp_path / "out", request_of("int4-g128"), calibration)
     said = json.loads((tmp_path / "out" / "qconvert.json").read_text())
     found = said["calibration"]
-    assert (found["method"], found["tokens"], found["tensors"]) == ("feedback", 48 * WINDOW, 14)
+    assert (found["method"], found["tokens"], found["tensors"]) == ("feedback", 24 * WINDOW, 14)
     assert 0 < found["output_error"]["written"] < found["output_error"]["nearest"] < 1
     linear = said["tensors"]["model.layers.0.mlp.down_proj.weight"]["output_error"]
     assert 0 < linear["written"] < linear["nearest"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "error feedback on 3,072 tokens of `novel.txt`" in card
+    assert "error feedback on 1,536 tokens of `novel.txt`" in card
 
 
 def test_a_gguf_says_what_it_was_calibrated_on(model: Path, tmp_path: Path) -> None:
