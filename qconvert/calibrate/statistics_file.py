@@ -115,8 +115,8 @@ def write_statistics(path: Path, stored: StoredStatistics) -> None:
     for name, members in _stacks(stored.statistics.inputs).items():
         is_stack = members[0][0].expert is not None
         for kind in ("squares", "sums"):
-            rows_EI = np.stack([getattr(m, f"{kind}_I") for _, m in members]).astype(np.float32)
-            arrays[f"{name}.{kind}"] = rows_EI if is_stack else rows_EI[0]
+            rows = [getattr(moments, f"{kind}_I").astype(np.float32) for _, moments in members]
+            arrays[f"{name}.{kind}"] = np.stack(rows) if is_stack else rows[0]
         arrays[f"{name}.counts"] = np.array([m.count for _, m in members], np.int64)
     if stored.gradients is not None:
         arrays |= gradient_arrays(stored.gradients, stored.statistics.by_linear)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -275,21 +277,42 @@ def test_every_tensor_of_a_mixture_has_an_entry_and_the_head_when_asked(tmp_path
             assert np.array_equal(back.second_moments(key), each.mean_squares_I)
 
 
+def first_layers(model: Path, folder: Path, count: int) -> Path:
+    """A copy of a model in one file whose other layers are left out."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": count, "layer_types": config["layer_types"][:count]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if layer_of(name) < count}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def layer_of(name: str) -> int:
+    found = re.search(r"(?:layers|blk)\.(\d+)\.", name)
+    return int(found[1]) if found else 0
+
+
 def test_sums_and_counts_are_those_of_llama_imatrix(assets: Path, tmp_path: Path) -> None:
     """Its file was made of the same text in the same windows. It ran a BF16 file, whose products round
     activations to bf16: single columns are off by up to 0.3 %, whole inputs by less than 0.02 %.
+    Of its eight layers the first three are compared, which read nothing of the others.
     """
     text, out = assets / "fixtures" / "gguf" / "imatrix-200k.txt", tmp_path / "ours.gguf"
     how = ("--text", text, "--tokens", "all", "--imatrix", out)
-    assert made("calibrate", assets / "models" / "tiny-qwen3", *how) == out
+    assert made("calibrate", first_layers(assets / "models" / "tiny-qwen3", tmp_path / "m", 3), *how) == out
     theirs = assets / "fixtures" / "gguf" / "imatrix.gguf"
     with GGUFFile(out) as ours, GGUFFile(theirs) as other:
-        assert list(ours.tensors.items()) == list(other.tensors.items())
+        compared = [entry for entry in other.tensors.items() if layer_of(entry[0]) < 3]
+        assert list(ours.tensors.items()) == compared and len(compared) == 3 * 7 * 2
         mine = {key: entry for key, entry in ours.kv.items() if key != "imatrix.datasets"}
         assert mine == {key: entry for key, entry in other.kv.items() if key != "imatrix.datasets"}
         assert ours.kv["imatrix.datasets"] == KV.texts("imatrix.datasets", ("imatrix-200k.txt",))
         errors = []
-        for name, spec in other.specs.items():
+        for name, spec in ours.specs.items():
             a, b = (file.read(name, 0, spec.rows).astype(float) for file in (ours, other))
             if name.endswith(".counts"):
                 assert np.array_equal(a, b)

@@ -309,7 +309,7 @@ from qconvert.convert.job import RunOptions
 from qconvert.core.schemes import parse_scheme
 from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import Request
-tokens = np.random.default_rng(0).integers(0, {VOCAB}, (8, 512))
+tokens = np.random.default_rng(0).integers(0, {VOCAB}, (4, 512))
 request = Request("quantize", Recipe(scheme=parse_scheme("int4-g128")))
 options = RunOptions(2, process_memory={asked})
 job = prepare(open_model({str(source)!r}), request, options, calibration=Calibration(tokens))

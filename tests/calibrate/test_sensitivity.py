@@ -256,7 +256,8 @@ def test_costs_rank_and_predict_what_is_measured(assets: Path, one_thread: None)
     source = open_model(str(assets / "models" / "tiny-qwen3"))
     texts = [assets / "text" / name for name in ("calibration-novels.txt", "heldout-novel.txt")]
     learnt, held = (
-        calibration_windows(source.location.path, [str(text)], 1024, 256).tokens_BT for text in texts
+        calibration_windows(source.location.path, [str(text)], tokens, 256).tokens_BT
+        for text, tokens in zip(texts, (1024, 512), strict=True)
     )
     recipes = {label: Recipe(scheme=parse_scheme(label)) for label in SCHEMES}
     jobs = {label: prepare(source, Request("quantize", each), OPTIONS) for label, each in recipes.items()}

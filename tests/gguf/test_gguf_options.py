@@ -74,7 +74,8 @@ def test_what_is_no_model_is_told_apart(assets: Path, tmp_path: Path) -> None:
 
 def test_a_mix_is_named_after_its_target(assets: Path) -> None:
     """And the head's type is that of a tied embedding."""
-    asked = ("to-gguf", assets / "models" / "tiny-qwen3", "--target-size", "5.5bpw", "--tokens", 2048)
+    asked = ("to-gguf", assets / "models" / "tiny-qwen3", "--target-size", "5.5bpw", "--tokens", 512)
+    asked += ("--window", 256)
     ran = qconvert(*asked, "--types", "q4_0,q5_0", "--output-tensor-type", "q8_0", "--dry-run", "--json")
     assert ran.code == 0, ran.err
     assert Path(ran.json["out"]).name == "Tiny-Qwen3-7.3M-5.5BPW.gguf"

@@ -30,7 +30,7 @@ from qconvert.quant.ggml import (
 )
 from qconvert.quant.ggml.lattices import lattice
 from tests.support.ggml_blocks import WIDTH, bf16, f32, importances, kinds, misplaced
-from tests.support.llama_quantize import quantize_as_llama_cpp
+from tests.support.llama_blocks import FILE_TYPES, SLOW_TABLES, assert_blocks_of_llama_cpp, file_of_kinds
 
 # SHA-256 (first 16 digits) of what ggml-quants.c at llama.cpp commit 0c1e57098, compiled by gcc 12 with -O3
 # for x86-64, makes of `kinds()` one after the other, without and with `importances()`. (Of IQ3_S without the
@@ -88,79 +88,22 @@ def test_recorded_bytes(name: str) -> None:
     assert (digest_of(name, None), digest_of(name, importances())) == RECORDED[name]
 
 
-# The files whose base type, with `pure`, is a block type. (In May 2026, when the wheel's llama.cpp was
-# written, IQ1_M was summed in another order, and Q1_0, Q2_0 and NVFP4 were no files.)
-FTYPES = {
-    "Q4_0": 2,
-    "Q4_1": 3,
-    "Q8_0": 7,
-    "Q5_0": 8,
-    "Q5_1": 9,
-    "Q2_K": 10,
-    "Q3_K": 11,
-    "Q4_K": 14,
-    "Q5_K": 16,
-    "Q6_K": 18,
-    "IQ2_XXS": 19,
-    "IQ2_XS": 20,
-    "IQ3_XXS": 23,
-    "IQ1_S": 24,
-    "IQ4_NL": 25,
-    "IQ3_S": 26,
-    "IQ2_S": 29,
-    "IQ4_XS": 30,
-    "TQ1_0": 36,
-    "TQ2_0": 37,
-    "MXFP4": 38,
-}
+# In May 2026, when the wheel's llama.cpp was written, IQ1_M was summed in another order, and Q1_0, Q2_0 and
+# NVFP4 were no files. Those whose tables take it seconds are in tests/gguf/test_gguf_low_bits.py.
 REFUSED = WEIGHED | {"IQ2_S", "IQ3_XXS"}  # without an importance matrix
+COMPARED = sorted(FILE_TYPES.keys() - SLOW_TABLES)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 GGUF that llama-quantize accepts: every kind of numbers is a layer."""
-    gguf = pytest.importorskip("gguf", reason="writes the file that llama.cpp quantizes")
-    path = tmp_path_factory.mktemp("gguf") / "source.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(len(kinds()))
-    writer.add_feed_forward_length(WIDTH)
-    writer.add_head_count(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for layer, x in enumerate(kinds().values()):
-        writer.add_tensor(f"blk.{layer}.ffn_up.weight", x)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return file_of_kinds(tmp_path_factory.mktemp("gguf") / "source.gguf")
 
 
 @pytest.mark.parametrize(
-    ("name", "weighted"), [(n, w) for n in sorted(FTYPES) for w in (False, True) if w or n not in REFUSED]
+    ("name", "weighted"), [(n, w) for n in COMPARED for w in (False, True) if w or n not in REFUSED]
 )
 def test_llama_quantize_writes_the_same_bytes(name: str, weighted: bool, source: Path) -> None:
-    from gguf import GGUFReader
-
-    names = [f"blk.{layer}.ffn_up.weight" for layer in range(len(kinds()))]
-    imatrix = dict.fromkeys(names, importances()) if weighted else None
-    out = source.with_name(f"{name}.gguf")
-    quantize_as_llama_cpp(source, out, FTYPES[name], pure=True, imatrix=imatrix)
-    tensors = {tensor.name: tensor for tensor in GGUFReader(out).tensors}
-    for tensor_name, (kind, x) in zip(names, kinds().items(), strict=True):
-        written = tensors[tensor_name]
-        assert written.tensor_type == GGMLType[name].number
-        ours = encode_rows(f32(x), name, importance_I=importances() if weighted else None)
-        same_N = (ours == written.data).reshape(-1, GGMLType[name].block_bytes).all(axis=1)
-        differing_N = misplaced(x) if name == "IQ3_S" else np.zeros(len(same_N), bool)
-        assert same_N[~differing_N].all(), kind
-        if differing_N.sum() > 10:  # see iq3.py: what follows the zeros is decoded as other elements
-            x_NI = x.reshape(-1, 256)[differing_N]
-            ours_NI, theirs_NI = (
-                decode_rows(rows, name, WIDTH).reshape(-1, 256)[differing_N] for rows in (ours, written.data)
-            )
-            assert np.abs(ours_NI - x_NI).sum() < 0.3 * np.abs(theirs_NI - x_NI).sum(), kind
+    assert_blocks_of_llama_cpp(name, source, weighted=weighted)
 
 
 def stored_weights(folder: Path) -> dict[str, np.ndarray]:

@@ -19,10 +19,7 @@ def leave_out_other_models(state: Compiled) -> Compiled:
     strange = next((name for name, what in parts.items() if what is None), None)
     if strange is not None:
         raise UnsupportedModel(f"{strange}: GGUF has no name for it", "remove the tensor")
-    plan = state.plan
-    for name in parts:
-        plan = without(plan, name)
     why = "left out; the GGUF holds the language model"
     counts = Counter(what for what in parts.values() if what is not None)
     warnings = (f"{what}: {n} tensor{'s are' if n > 1 else ' is'} {why}" for what, n in counts.items())
-    return state.with_plan(plan).warn(*warnings)
+    return state.with_plan(without(state.plan, *parts)).warn(*warnings)

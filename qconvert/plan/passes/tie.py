@@ -109,10 +109,11 @@ def _table_names(architecture: Architecture) -> tuple[str, str]:
     return embed.name if embed else "", head.name if head else ""
 
 
-def without(plan: Plan, name: str) -> Plan:
-    """The plan without the tensor of this name."""
-    units = tuple(unit for unit in plan.units if unit.output.name != name)
-    return Plan(units, (*plan.dropped, name))
+def without(plan: Plan, *names: str) -> Plan:
+    """The plan without the tensors of these names, looked through once."""
+    left_out = frozenset(names)
+    units = tuple(unit for unit in plan.units if unit.output.name not in left_out)
+    return Plan(units, (*plan.dropped, *names))
 
 
 def _untied(plan: Plan, embed: str, head: str) -> Plan:
