@@ -6,6 +6,8 @@ The parent has loaded all kernels, so that a killed run takes as long as its wor
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import signal
 import sys
@@ -23,6 +25,11 @@ from qconvert.formats.io.planned_files import FilePlan
 CHANGING = (
     "pwrite", "write", "fsync", "fdatasync", "posix_fallocate", "ftruncate",
     "rename", "replace", "link", "unlink", "mkdir", "rmdir",
+)  # fmt: skip
+# What commands import when they come to it: a fork would do so again, for half of the time that it takes.
+LATE = (
+    "_strptime", "huggingface_hub._commit_api", "huggingface_hub.hf_api", "huggingface_hub.lfs",
+    "qconvert.convert.hub_repository", "qconvert.convert.ranks_elsewhere",
 )  # fmt: skip
 T = TypeVar("T")
 Moment = Literal["before", "torn", "after"]
@@ -57,8 +64,17 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@functools.cache
+def imported() -> None:
+    """Import what commands import late, and what the client of huggingface_hub does as it is made."""
+    for name in LATE:
+        importlib.import_module(name)
+    importlib.import_module("huggingface_hub").get_session()
+
+
 def started(work: Callable[[], object]) -> int:
     """Begin to do something in a fork of this process, which says nothing; returns its number."""
+    imported()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
