@@ -29,6 +29,7 @@ from tests.support.crashes import (
     running,
     tree,
 )
+from tests.support.kills import killed_at, really_killed_at
 from tests.support.models import tiny
 
 # `make crash` tries every call in every way, and kills what goes on as well.
@@ -100,28 +101,26 @@ def test_a_run_killed_at_any_call_goes_on_with_the_same_bytes(
 ) -> None:
     command, name = JOBS[kind]
     (tmp_path / "count").mkdir()
-    files = planned(kind, tmp_path)
-    first = tmp_path / files[0].name if name.endswith(".gguf") else tmp_path / name
+    files, folder = planned(kind, tmp_path), tmp_path / "run"
+    first = folder / (files[0].name if name.endswith(".gguf") else name)
     names, resumed = names_of(running(*command, *HOW, "-o", tmp_path / "count" / name)), 0
-    for call, moment in moments(names):
-        folder = tmp_path / f"{call}{moment}"
-        folder.mkdir()
-        out, first = folder / name, folder / first.name
-        code = killed(running(*command, *HOW, "-o", out), call, moment)
-        if code == 0:  # after its last call
-            assert tree(folder) == whole[kind]
-            continue
-        assert code == KILLED
+
+    def run() -> None:
+        assert qconvert(*command, *HOW, "-o", folder / name).code == 0
+        assert tree(folder) == whole[kind]
+
+    # Parts that were named before a kill are known by their inodes.
+    at = really_killed_at if kind == "parts" else killed_at
+    for call, moment in at(folder, run, moments(names)):
         if first.exists() and tree(folder).items() >= whole[kind].items():
             continue
-        assert name.endswith(".gguf") or not out.exists(), (call, moment)
+        assert name.endswith(".gguf") or not first.exists(), (call, moment)
         records, false = claims(kind, folder, files)
         assert false == [], (call, moment)
         resumed += bool(records)
-        ran = qconvert(*command, *HOW, "-o", out)
+        ran = qconvert(*command, *HOW, "-o", folder / name)
         assert ran.code == 0, (call, moment, ran.err)
         assert tree(folder) == whole[kind], (call, moment)
-        shutil.rmtree(folder)
     assert resumed > KILLS // 4
 
 
@@ -176,11 +175,14 @@ def test_tensors_made_together_go_on_after_a_kill_at_any_call(tmp_path: Path) ->
         calls = len(names_of(running(*command, "-o", tmp_path / "count" / "out")))
         some = [(call, MOMENTS[call % len(MOMENTS)]) for call in range(calls)]
         kills = asked([(call, moment) for call in range(calls) for moment in MOMENTS], some)
-        for call, moment in kills:
-            folder = tmp_path / f"{call}{moment}"
-            out = folder / "out"
-            code = killed(running(*command, "-o", out), call, moment)
-            assert code in (KILLED, 0), (call, moment)
+        folder = tmp_path / "run"
+        out = folder / "out"
+
+        def run() -> None:
+            assert qconvert(*command, "-o", out).code == 0
+            assert tree(folder) == whole
+
+        for call, moment in killed_at(folder, run, kills):
             if not out.exists():
                 journal = journal_of(out)
                 records = 0 if journal is None else len(journal.records)
@@ -189,5 +191,4 @@ def test_tensors_made_together_go_on_after_a_kill_at_any_call(tmp_path: Path) ->
                 ran = qconvert(*command, "-o", out)
                 assert ran.code == 0, (call, moment, ran.err)
             assert tree(folder) == whole, (call, moment)
-            shutil.rmtree(folder)
     assert resumed > len(kills) // 4

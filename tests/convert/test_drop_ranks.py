@@ -41,6 +41,7 @@ from tests.support.crashes import (
 )
 from tests.support.fake_hub import FakeHub
 from tests.support.pushing import pushed, uploads
+from tests.support.rank_jobs import one_at_a_time
 
 AtRequest = Callable[[Callable[[], object], int, int], int]
 
@@ -129,7 +130,9 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
     hub: FakeHub,  # noqa: F811
     kind: str,
     at_request: AtRequest,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    one_at_a_time(monkeypatch)
     every, overtaken = range(1, requests(hub, kind) + 1), 0
     for request in asked(every, [*every[4::10], *every[-3:]]):
         again(hub)

@@ -14,7 +14,7 @@ from tests.support.commands import files_of, made, qconvert
 from tests.support.crashes import KILLED, MOMENTS, asked, calls_of, ended, forked, killed, running, started
 from tests.support.fake_hub import FakeHub
 from tests.support.pushing import answering, pushed, uploads, writable_hub
-from tests.support.rank_jobs import impatient, rank, same, with_whole
+from tests.support.rank_jobs import impatient, one_at_a_time, rank, same, with_whole
 
 BOTH = ("shards", "parts")
 
@@ -143,8 +143,12 @@ def test_a_process_killed_at_any_call_is_followed_by_another(hub: FakeHub, kind:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
-    hub: FakeHub, kind: str, at_request: Callable[[Callable[[], object], int, int], int]
+    hub: FakeHub,
+    kind: str,
+    at_request: Callable[[Callable[[], object], int, int], int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    one_at_a_time(monkeypatch)
     every, overtaken = range(1, requests(hub, kind) + 1), 0
     for request in asked(every, [*every[4::10], every[-3]]):
         again(hub)

@@ -32,7 +32,7 @@ from tests.support.crashes import (
     stopping,
     tree,
 )  # fmt: skip
-from tests.support.rank_jobs import KINDS, impatient, rank, same, with_whole, within
+from tests.support.rank_jobs import KINDS, impatient, one_at_a_time, rank, same, with_whole, within
 
 
 def tune(model: Path, tuned: Path) -> None:
@@ -133,8 +133,11 @@ def test_what_a_killed_process_leaves_is_finished_by_another(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shards", "parts"])
-def test_a_stopped_process_is_overtaken_and_wakes_without_harm(kind: str) -> None:
+def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever it was at when it was stopped, another finishes; then it ends as if it had been done."""
+    one_at_a_time(monkeypatch)
     calls = calls_of(running(*rank(kind, 0, 2)))
     overtaken = 0
     for call in moments(calls, 4):
@@ -182,7 +185,10 @@ def test_a_kill_while_an_output_is_replaced_leaves_one_of_the_two(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["shards", "parts"])
-def test_a_process_that_was_stopped_while_it_replaced_an_output_wakes_without_harm(kind: str) -> None:
+def test_a_process_that_was_stopped_while_it_replaced_an_output_wakes_without_harm(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_at_a_time(monkeypatch)
     earlier(kind)
     calls = calls_of(running(*over(kind, 0, 2)))
     for call in moments(calls, 4):

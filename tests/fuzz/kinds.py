@@ -57,11 +57,18 @@ class Kind:
         """Change one of the files, on the disk; returns it and what it holds now."""
         path = rng.choice(self.files)
         raw = self.change(self.sound[path], rng)
-        path.write_bytes(raw)
+        _overwrite(path, raw)
         return path, raw
 
     def restore(self, path: Path) -> None:
-        path.write_bytes(self.sound[path])
+        _overwrite(path, self.sound[path])
+
+
+def _overwrite(path: Path, raw: bytes) -> None:
+    """Put other bytes into a file: ext4 writes one that is emptied first to the disk when it is closed."""
+    with path.open("r+b") as file:
+        file.write(raw)
+        file.truncate()
 
 
 def kinds(folder: Path) -> dict[str, Kind]:

@@ -6,6 +6,8 @@ The parent has loaded all kernels, so that a killed run takes as long as its wor
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import signal
 import sys
@@ -23,6 +25,11 @@ from qconvert.formats.io.planned_files import FilePlan
 CHANGING = (
     "pwrite", "write", "fsync", "fdatasync", "posix_fallocate", "ftruncate",
     "rename", "replace", "link", "unlink", "mkdir", "rmdir",
+)  # fmt: skip
+# What commands import when they come to it: a fork would do so again, for half of the time that it takes.
+LATE = (
+    "_strptime", "huggingface_hub._commit_api", "huggingface_hub.hf_api", "huggingface_hub.lfs",
+    "qconvert.convert.hub_repository", "qconvert.convert.ranks_elsewhere",
 )  # fmt: skip
 T = TypeVar("T")
 Moment = Literal["before", "torn", "after"]
@@ -57,8 +64,17 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@functools.cache
+def imported() -> None:
+    """Import what commands import late, and what the client of huggingface_hub does as it is made."""
+    for name in LATE:
+        importlib.import_module(name)
+    importlib.import_module("huggingface_hub").get_session()
+
+
 def started(work: Callable[[], object]) -> int:
     """Begin to do something in a fork of this process, which says nothing; returns its number."""
+    imported()
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -182,16 +198,18 @@ def _die_at(call: int, moment: Moment, end: Callable[[], object] = lambda: os._e
 def false_claims(journal: Journal, folder: Path, files: Sequence[FilePlan]) -> list[str]:
     """What a journal says of rows that the partial files, by their names in the plan, do not hold."""
     homes = {name: file for file in files for name in file.specs}
-    found = []
+    read, found = functools.cache(lambda name: (folder / name).read_bytes()), []
     for record in journal.records:
         for name, start, rows, width, crc, column in record[-1] if record[0] == "b" else ():
             file = homes[name]
-            spec, raw = file.specs[name], (folder / file.name).read_bytes()
+            spec, raw = file.specs[name], read(file.name)
             size = spec.dtype.nbytes
             begin = file.offsets[name] + start * spec.width * size
             whole = memoryview(raw)[begin : begin + rows * spec.width * size]
             stride = spec.width * size
-            lines = (whole[i * stride + column * size :][: width * size] for i in range(rows))
+            lines = [whole]  # of whole rows, which are one after the other
+            if width != spec.width:
+                lines = [whole[i * stride + column * size :][: width * size] for i in range(rows)]
             actual = 0
             for line in lines:
                 actual = zlib.crc32(line, actual)

@@ -65,6 +65,11 @@ def impatient(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.rmtree(root / "made", ignore_errors=True)
 
 
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that is not touched is stale at once: of processes that work in turn, none is only slow."""
+    monkeypatch.setattr(shared_folder, "STALE_SECONDS", 0.2)
+
+
 def rank(kind: str, number: int, world: int) -> tuple[object, ...]:
     """The words of the command as one of several processes."""
     command, name = KINDS[kind]
