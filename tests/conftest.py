@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from qconvert.quant.simd import processor
 from tests.support.commands import made, of_any_size
+from tests.support.instruction_sets import Digests
 from tests.support.models import tiny
 from tests.support.process_memory import keep_freed_memory, make_forks_cheap
 
@@ -48,6 +50,28 @@ def _of_any_size() -> Iterator[None]:
     """What this process has, with all its tests, says nothing of a command: no --max-memory is too little."""
     with of_any_size():
         yield
+
+
+@pytest.fixture(scope="session")
+def digests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Digests]:
+    """What modules of tests compute with every set of instructions, for all workers of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if base.name.startswith("popen-") else base
+    asking = {item.path.stem: None for item in request.session.items if _asks_for_digests(item)}
+    found = Digests(folder, processor.instruction_sets(), asking)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _digests_computed_beside(request: pytest.FixtureRequest) -> None:
+    """Start with the first test what some later ones ask for."""
+    if any(_asks_for_digests(item) for item in request.session.items):
+        request.getfixturevalue("digests").start()
+
+
+def _asks_for_digests(item: pytest.Item) -> bool:
+    return "digest_with" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from evals import clients
+from evals import client_subjects, clients
 from evals.client_environments import CLIENTS, Client
 from evals.client_subjects import subjects
 from evals.client_table import agrees, failures, holds, tables
 from qconvert.core.dtypes import Json
 from qconvert.formats.layouts import registry
+from tests.support.forked_python import fork_commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clients.md"
 FIGURES: Json = json.loads(clients.RESULTS.read_text(encoding="utf-8"))
@@ -57,9 +58,12 @@ def test_what_agreement_is() -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
-def test_a_client_computes_what_the_decoder_does(client: Client, tmp_path: Path) -> None:
+def test_a_client_computes_what_the_decoder_does(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if client.python() is None:
         pytest.skip(f"{client.name} is not installed (python -m evals.clients install {client.name})")
+    fork_commands(monkeypatch, clients, client_subjects)
     name, noise = SMALL[client.name]
     chosen = [each for each in subjects() if each.name == name]
     (row,) = clients.measured(replace(client, ways=client.ways[:1]), chosen, tmp_path, tmp_path)

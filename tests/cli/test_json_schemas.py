@@ -18,6 +18,7 @@ from qconvert.cli import COMMANDS
 from qconvert.evaluate import perplexity
 from tests.support.adapters import lora_arrays, write_peft
 from tests.support.commands import made, qconvert
+from tests.support.forked_python import fork_models
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "schemas"
 PARTS = {"common.json", "error.json", "events.json"}
@@ -76,7 +77,7 @@ CALLS = [
     ("check", "check {plain} nowhere --for ollama", 1),
     ("check", "check {plain}", 2),
     ("inspect", "inspect {plain} nowhere", 1),
-    ("bench", "bench {plain} nowhere -p 1 -n 0 -r 1", 1),
+    ("bench", "bench {plain} nowhere -p 1 -n 0 -r 1 -j 1", 1),
     ("conversion", "to-gguf {plain} {untied} --type q8_0 --manifest --keep-going", 0),
     ("conversion", "quantize {plain} {quantized} nowhere --bits 4 -o folder --keep-going", 1),
     ("verify", "verify {plain} --against {quantized}", 3),
@@ -100,7 +101,7 @@ CALLS = [
     ("eval-perplexity", "eval perplexity {plain} --text {text} --fail-above 1", 2),
     ("eval-weights", "eval weights {plain} {quantized}", 0),
     ("eval-weights", "eval weights {plain} nowhere", 1),
-    ("bench", "bench {plain} -p 4 -n 2 -r 1", 0),
+    ("bench", "bench {plain} -p 4 -n 2 -r 1 -j 1", 0),
     ("bench", "bench {plain} -p 0 -n 0", 2),
     ("env", "env", 0),
 ]
@@ -148,8 +149,10 @@ def _deepest(error: Any) -> str:
 
 @pytest.mark.parametrize(("name", "call", "code"), CALLS, ids=[f"{call}" for _, call, _ in CALLS])
 def test_what_is_printed_is_valid(
-    name: str, call: str, code: int, words: dict[str, Path], registry: Registry, here: Path
-) -> None:
+    name: str, call: str, code: int, words: dict[str, Path], registry: Registry, here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fork_models(monkeypatch)
     ran = qconvert(*(word.format(**words) for word in call.split()), "--json")
     assert ran.code == code, ran.out[:2000] + ran.err
     assert ran.out.count("\n") == 1 and ran.json["ok"] == (code == 0)

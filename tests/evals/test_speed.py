@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from evals import speed_decoder, synthetic
+from evals import processes, speed_decoder, synthetic
 from evals.speed import main
 from tests.support.commands import made
+from tests.support.forked_python import fork_commands
 
 TINY = {
     "hidden_size": 128,
@@ -22,6 +23,11 @@ TINY = {
     "vocab_size": 1200,
 }
 OURS = ("int4, int4 head", "int4, int8 head", "int4, bf16 head", "bf16")
+
+
+@pytest.fixture(autouse=True)
+def _commands_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_commands(monkeypatch, processes, synthetic)
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from qconvert.evaluate.speed import Rate
 from tests.support.commands import qconvert, strict_json
+from tests.support.forked_python import fork_models
 
 
-def test_a_table_of_models_and_the_same_figures_as_json(tmp_path: Path) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_models(monkeypatch)
+
+
+def test_a_table_of_models_and_the_same_figures_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("bench", "embedded", "-p", 16, "-n", 4, "-r", 2, "-j", 1)
     shown = qconvert(*words)
+    fork_models(monkeypatch)
     assert shown.code == 0 and "2 rounds on cpu, 1 thread;" in shown.err
     assert shown.out.splitlines()[0].split()[:3] == ["model", "weights", "prompt"]
     found = strict_json(qconvert(*words, "--json").out)
@@ -24,16 +30,17 @@ def test_a_table_of_models_and_the_same_figures_as_json(tmp_path: Path) -> None:
     assert model["weight_bytes"] == 8_394_240 < model["peak_bytes"]
 
 
-def test_what_is_left_out_is_not_timed() -> None:
-    model = json.loads(qconvert("bench", "embedded", "-p", 0, "-n", 2, "-r", 1, "--json").out)["models"][0]
+def test_what_is_left_out_is_not_timed(forked: None) -> None:
+    words = ("bench", "embedded", "-p", 0, "-n", 2, "-r", 1, "-j", 1)
+    model = json.loads(qconvert(*words, "--json").out)["models"][0]
     assert model["prompt_tokens_per_second"] is None
     assert model["generated_tokens_per_second"]["deviation"] == 0.0
 
 
-def test_errors_come_out_of_the_other_process() -> None:
+def test_errors_come_out_of_the_other_process(forked: None) -> None:
     ran = qconvert("bench", "./nothing-here")
     assert ran.code == 1 and "nothing-here: no such file or folder" in ran.err
-    ran = qconvert("bench", "embedded", "-p", 100_000)
+    ran = qconvert("bench", "embedded", "-p", 100_000, "-j", 1)
     assert ran.code == 1 and "positions" in ran.err and "use --prompt" in ran.err
     assert qconvert("bench", "embedded", "-p", 0, "-n", 0).code == 2
 
@@ -43,6 +50,6 @@ def test_a_rate_has_a_mean_and_a_deviation() -> None:
     assert rate.mean == 2.0 and rate.deviation == 1.0 and Rate((5.0,)).deviation == 0.0
 
 
-def test_a_single_round_is_shown_without_a_deviation() -> None:
+def test_a_single_round_is_shown_without_a_deviation(forked: None) -> None:
     lines = qconvert("bench", "embedded", "-p", 0, "-n", 2, "-r", 1, "-j", 1).out.splitlines()
     assert lines[1].startswith("embedded") and "±" not in lines[1]

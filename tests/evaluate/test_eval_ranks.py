@@ -11,15 +11,16 @@ from unittest.mock import patch
 
 import pytest
 
-from qconvert.evaluate import perplexity, ranks
+from qconvert.evaluate import lockstep, perplexity, ranks
 from qconvert.formats.io import shared_folder
 from tests.support.commands import made, qconvert
 
-WORDS = ("eval", "perplexity", "q", "--reference", "embedded", "--text", "stdlib", "--context", 64, "-j", 1)
-# 64 windows of 64 tokens visit a layer together: three batches, the last one short.
+WORDS = ("eval", "perplexity", "q", "--reference", "embedded", "--text", "text.txt", "--context", 32, "-j", 1)
+# 32 windows of 32 tokens visit a layer together: three batches, the last one short.
+TOGETHER = 32 * 32
 KINDS: dict[str, tuple[object, ...]] = {
-    "in memory": (*WORDS, "--chunks", 130, "--noise-floor"),
-    "in turn": (*WORDS, "--chunks", 130, "--max-memory", "6GB"),
+    "in memory": (*WORDS, "--chunks", 66, "--noise-floor"),
+    "in turn": (*WORDS, "--chunks", 66, "--max-memory", "6GB"),
 }
 # What no two runs have in common.
 OWN = ("date", "command", "tokens_per_second", "expected_bytes", "peak_bytes")
@@ -29,6 +30,9 @@ OWN = ("date", "command", "tokens_per_second", "expected_bytes", "peak_bytes")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("eval")
     made("quantize", "embedded", "--bits", 4, "-o", root / "q")
+    (root / "text.txt").write_text(
+        "".join(f"Line {i} says what {i * i % 97} of them do.\n" for i in range(400))
+    )
     return root
 
 
@@ -36,6 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def there(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(root)
     monkeypatch.setattr(shared_folder, "WAIT_SECONDS", (0.02, 0.1))
+    monkeypatch.setitem(lockstep.BATCH_TOKENS, "cpu", TOGETHER)
     yield
     for path in root.glob("report*"):
         path.unlink()
@@ -62,13 +67,13 @@ def report(stem: str) -> Any:
 def test_what_an_interrupted_process_has_scored_is_not_scored_again(kind: str) -> None:
     measured(kind, "-o", "report-one")
     scored: list[int] = []
-    lockstep = perplexity.run_lockstep
+    run = perplexity.run_lockstep
 
     def counting(tracks: Any, *args: Any, **how: Any) -> int:
         if len(scored) == 1:
             scored.append(-1)
             raise KeyboardInterrupt
-        done = lockstep(tracks, *args, **how)
+        done = run(tracks, *args, **how)
         scored.append(done)
         return done
 

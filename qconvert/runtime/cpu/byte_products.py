@@ -125,7 +125,7 @@ def multiply_byte_rows(
     )
     tile = byte_tile(columns, corrected, chain_of(_reach(weight), columns)).address
     _multiply(
-        weight.kernel_args(), kind, columns, tile, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(),
+        weight.record(), kind, columns, tile, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(),
         narrow,
     )  # fmt: skip
     return y_NO

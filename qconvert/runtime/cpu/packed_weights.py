@@ -118,7 +118,7 @@ class PackedGrid:
         """Dequantized rows, [R, I] in the compute dtype, rounded once."""
         rows_R = torch.arange(self.shape[0])[index].contiguous()
         out_RI = torch.empty(len(rows_R), self.width, dtype=self.dtype)
-        decode_rows(self.kernel_args(), self.recipe.kind, rows_R, out_RI)
+        decode_rows(self.record(), self.recipe.kind, rows_R, out_RI)
         return out_RI
 
     def multiplies_codes(self, rows: int) -> bool:
@@ -140,13 +140,22 @@ class PackedGrid:
 
         With `bytes_`, inputs may be rounded to 8 bits, which they are where `byte_kernel` has a kernel.
         """
+        args, recipe = self.record(), self.recipe
+        args["bias"] = _address(bias_O)
+        kernel = byte_kernel(args[0], recipe.kind) if bytes_ else None
+        args["kernel"] = compiled(kernel or _kernel_of(recipe)).address
+        return args
+
+    def record(self) -> np.ndarray:
+        """These fields without a bias, and without the kernel that multiplies few rows: only who calls it has
+        it compiled. The caller keeps the weight alive.
+        """
         args, recipe, mins = np.zeros(1, LINEAR), self.recipe, self.mins
         supers = self.scales.super_OS
         rounded_bits, least = _ROUNDING[recipe.rounding]
         fields = {
             "rows": self.shape[0],
             "width": self.width,
-            "bias": _address(bias_O),
             "codes": self.codes_OB.data_ptr(),
             "table": _address(self.table),
             "group": recipe.group,
@@ -166,8 +175,6 @@ class PackedGrid:
         }
         for name, number in fields.items():
             args[name] = number
-        kernel = byte_kernel(args[0], recipe.kind) if bytes_ else None
-        args["kernel"] = compiled(kernel or _kernel_of(recipe)).address
         return args
 
 

@@ -37,7 +37,7 @@ def multiply_scaled(x_NI: Tensor, weight: PackedGrid) -> Tensor:
     x_NI = x_NI.contiguous()
     y_NO = torch.empty(len(x_NI), weight.shape[0])
     kind, group = KINDS.index(weight.recipe.kind), _group(weight)
-    _multiply(weight.kernel_args(), kind, group, x_NI.data_ptr(), len(x_NI), y_NO.data_ptr())
+    _multiply(weight.record(), kind, group, x_NI.data_ptr(), len(x_NI), y_NO.data_ptr())
     return y_NO
 
 
