@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import shutil
@@ -19,17 +20,32 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 HOW = ("-j", 1, "--max-memory", "2MB")
 
 
+@functools.cache
+def names_and_files(kind: str, folder: Path) -> tuple[list[str], dict[str, bytes]]:
+    """The calls of a run that nothing disturbs, and what it writes."""
+    command, name = JOBS[kind]
+    with groups_of(200_000):
+        return names_of(running(*command, *HOW, "-q", "-o", folder / kind / name)), tree(folder / kind)
+
+
+@pytest.fixture(scope="module")
+def whole_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one of each kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    for kind in JOBS:
+        (folder / kind).mkdir()
+    return folder
+
+
 @pytest.mark.parametrize("number", ERRORS, ids=[errno.errorcode[number] for number in ERRORS])
 @pytest.mark.parametrize("kind", JOBS)
 def test_an_error_of_any_call_is_one_sentence_and_the_next_run_ends_equal(
-    kind: str, number: int, here: Path
+    kind: str, number: int, here: Path, whole_in: Path
 ) -> None:
     """Each call fails once, or with all that come after it in the same run."""
     command, name = JOBS[kind]
-    (here / "whole").mkdir()
+    names, whole = names_and_files(kind, whole_in)
     with groups_of(200_000):
-        names = names_of(running(*command, *HOW, "-q", "-o", here / "whole" / name))
-        whole = tree(here / "whole")
         cases = [(call, lasting) for call in range(len(names)) for lasting in (False, True)]
         chosen = asked(cases, random.Random(f"{kind} {number}").sample(cases, SOME))
         failed = 0
