@@ -53,12 +53,17 @@ def _of_any_size() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def digests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Digests]:
-    """What modules of tests compute with every set of instructions, for all workers of this run."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all workers of this run."""
     base = tmp_path_factory.getbasetemp()
-    folder = base.parent if base.name.startswith("popen-") else base
+    return base.parent if base.name.startswith("popen-") else base
+
+
+@pytest.fixture(scope="session")
+def digests(request: pytest.FixtureRequest, shared: Path) -> Iterator[Digests]:
+    """What modules of tests compute with every set of instructions, for all workers of this run."""
     asking = {item.path.stem: None for item in request.session.items if _asks_for_digests(item)}
-    found = Digests(folder, processor.instruction_sets(), asking)
+    found = Digests(shared, processor.instruction_sets(), asking)
     yield found
     found.close()
 

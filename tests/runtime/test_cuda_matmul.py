@@ -8,6 +8,8 @@ Counted here: instructions of the main loop, times threads, over the weights of 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,14 +24,14 @@ from qconvert.runtime.cuda.packing import FewRowWeight, mma_weight
 from qconvert.runtime.cuda.tiles import sums_for
 from qconvert.runtime.storage import DenseWeight
 from tests.runtime.test_decoder_linear import random_value
-from tests.support.commands import run_interpreted
+from tests.support.commands import check_interpreted
 from tests.support.machine_code import Launches, MachineCode
 
 CPU = torch.device("cpu")
 
 
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted("interpreted_matmul.py")
+def test_kernels_in_the_interpreter(shared: Path) -> None:
+    check_interpreted("interpreted_matmul.py", shared)
 
 
 def code_of(

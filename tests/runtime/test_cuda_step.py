@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,14 +13,14 @@ from qconvert.runtime.cuda import attention, head, norm, swiglu
 from qconvert.runtime.cuda.activation import Parts, empty_rows
 from qconvert.runtime.cuda.attention import HeadNorms, HeadShape, Place, empty_softmaxes, stretches_for
 from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states
-from tests.support.commands import run_interpreted
+from tests.support.commands import check_interpreted
 from tests.support.machine_code import Launches, MachineCode
 
 META = torch.device("meta")
 
 
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted("interpreted_step.py")
+def test_kernels_in_the_interpreter(shared: Path) -> None:
+    check_interpreted("interpreted_step.py", shared)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
