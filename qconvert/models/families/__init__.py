@@ -12,7 +12,10 @@ from qconvert.models.families import (
     gemma,
     gemma4,
     gpt,
+    granite,
     kimi_linear,
+    layer_norms,
+    lfm2,
     llama,
     llama_relatives,
     minimax,
@@ -21,6 +24,8 @@ from qconvert.models.families import (
     qwen,
     qwen_hybrid,
     seeing,
+    sparse_relatives,
+    state_space,
 )
 from qconvert.models.parameters import Family
 
@@ -29,6 +34,11 @@ FAMILIES: tuple[Family, ...] = (
     *qwen_hybrid.FAMILIES,
     *llama.FAMILIES,
     *llama_relatives.FAMILIES,
+    *granite.FAMILIES,
+    *sparse_relatives.FAMILIES,
+    *layer_norms.FAMILIES,
+    *lfm2.FAMILIES,
+    *state_space.FAMILIES,
     *fused.FAMILIES,
     *gemma.FAMILIES,
     *gemma4.FAMILIES,
