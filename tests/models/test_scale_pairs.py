@@ -34,7 +34,10 @@ CONFIGS = {
     **{name: config for name, (config, _, _) in ALONE.items()},
 }
 # Families in which nothing can be scaled: what norms make is the residual too, or other things come between.
-NONE = {"bert", "bert-masked", "bert-pretraining", "t5", "t5-1.1", "rwkv", "rwkv5"}
+NONE = {
+    *("bert", "bert-masked", "bert-pretraining", "xlm-roberta", "roberta-masked", "modernbert"),
+    *("modernbert-masked", "t5", "t5-1.1", "rwkv", "rwkv5"),
+}
 # What makes an input in some layer, where it is not as in Llama: both norms, up, and v if no heads share it.
 MAKERS = {
     "olmo": {"mlp.up"},

@@ -257,6 +257,31 @@ ROWS = {
         auto="BertForPreTraining",
         gates=("cls.predictions.transform.dense", "pooler.dense", "cls.seq_relationship"),
     ),
+    "modernbert": Row(
+        small(
+            "modernbert",
+            "ModernBertModel",
+            num_hidden_layers=3,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        auto="ModernBertModel",
+    ),
+    "modernbert-masked": Row(
+        small("modernbert", "ModernBertForMaskedLM", tie_word_embeddings=True, pad_token_id=0),
+        auto="ModernBertForMaskedLM",
+        gates=("head.dense",),
+    ),
+    "xlm-roberta": Row(
+        BERT | {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]},
+        auto="XLMRobertaModel",
+        gates=("pooler.dense",),
+    ),
+    "roberta-masked": Row(
+        BERT | {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
+        auto="RobertaForMaskedLM",
+        gates=("lm_head.dense",),
+    ),
     "t5": Row(T5, auto="T5ForConditionalGeneration"),
     "t5-1.1": Row(
         T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3},

@@ -8,6 +8,7 @@ from qconvert.models.families import (
     deepseek,
     deepseek_sparse,
     encoders,
+    encoders_newer,
     fused,
     gemma,
     gemma4,
@@ -49,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     *nemotron.FAMILIES,
     *gpt.FAMILIES,
     *encoders.FAMILIES,
+    *encoders_newer.FAMILIES,
     *others.FAMILIES,
     *seeing.FAMILIES,
 )
