@@ -129,6 +129,12 @@ RECORDED = {
     "attention.head_count=0 block_count=2 ssm.conv_kernel=4 ssm.inner_size=128 "
     "ssm.state_size=16 ssm.time_step_rank=8 ssm.group_count=2 "
     "attention.layer_norm_rms_epsilon=1e-05 general.file_type=0",
+    "falcon-h1": "context_length=128 embedding_length=64 feed_forward_length=96 "
+    "attention.head_count=4 block_count=2 ssm.conv_kernel=4 ssm.inner_size=96 "
+    "ssm.state_size=16 ssm.time_step_rank=6 ssm.group_count=2 "
+    "attention.layer_norm_rms_epsilon=1e-05 general.file_type=0 vocab_size=320 "
+    "attention.head_count_kv=2 attention.key_length=16 attention.value_length=16 "
+    "rope.freq_base=10000.0",
 }
 # Differently on purpose: the width of blocks as the tensors have it (there another config key's, or 4 times
 # the hidden size), of shared experts too (there divided by heads); no keys of mixers that a model without

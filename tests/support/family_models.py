@@ -129,6 +129,18 @@ ROWS = {
         small("lfm2_moe", "Lfm2MoeForCausalLM", num_dense_layers=1, **LIQUID, **EXPERTS),
         gates=("feed_forward.gate",),
     ),
+    "falcon-h1": Row(
+        small(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            mamba_d_ssm=48,
+            mamba_n_heads=3,
+            mamba_d_head=16,
+            mamba_n_groups=1,
+            mamba_d_state=8,
+            mamba_rms_norm=True,
+        )
+    ),
     "mamba": Row(
         {
             "model_type": "mamba",

@@ -39,6 +39,13 @@ HUNYUAN_MOE = {
     "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2], "num_shared_expert": [1, 1],
     "moe_intermediate_size": [96, 96],
 }  # fmt: skip
+FALCON_H1 = {
+    "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_d_state": 16, "mamba_chunk_size": 16, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7, "attention_out_multiplier": 0.8, "attention_in_multiplier": 1.25,
+    "ssm_multipliers": [0.35, 0.25, 0.4, 0.5, 0.6], "ssm_in_multiplier": 1.5, "ssm_out_multiplier": 0.9,
+    "mlp_multipliers": [0.9, 0.7],
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 NO_HEADS = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
 # The type of each model, llama.cpp's name of its graph, and what its config says beside SIZES.
@@ -82,6 +89,10 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lfm2-moe": (
         "lfm2_moe", "lfm2moe", {**LIQUID, **EXPERTS, "num_dense_layers": 1, "moe_intermediate_size": 32}
     ),
+    "falcon-h1": ("falcon_h1", "falcon-h1", FALCON_H1),
+    "falcon-h1-normed": (
+        "falcon_h1", "falcon-h1", {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    ),
     "mamba": ("mamba", "mamba", NO_HEADS),
     "mamba2": (
         "mamba2", "mamba2", {**NO_HEADS, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16}
@@ -102,7 +113,8 @@ def made(folder: Path, name: str, **changes: Any) -> Any:
     import transformers
 
     config = transformers.AutoConfig.for_model(CONFIGS[name][0], **sizes_of(name, **changes))
-    scatter(transformers.AutoModelForCausalLM.from_config(config), 0.08).save_pretrained(folder)
+    spread = 0.12 if name.startswith("falcon") else 0.08
+    scatter(transformers.AutoModelForCausalLM.from_config(config), spread).save_pretrained(folder)
     add_tokenizer(folder)
     eager = {"dtype": torch.float32, "attn_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **eager).eval()

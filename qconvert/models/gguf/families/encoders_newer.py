@@ -107,7 +107,7 @@ def _based(rope: Json, key: str) -> Json:
 
 @read_by(lambda file: {"norm_eps": file.number("attention.layer_norm_epsilon")})
 def _epsilons(facts: Facts) -> Iterator[KV]:
-    """Writes the epsilon under the names of both kinds of norms, as the converter does of published configs."""
+    """Writes the epsilon under the names of both kinds of norms, as of published configs."""
     for name in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
         yield facts.f32(f"attention.{name}", facts.number("norm_eps"))
 
