@@ -71,7 +71,7 @@ def segments_scaled(
 ) -> DenseRows:
     """Returns the rows multiplied, or divided, by one number for each run of so many rows, in float32.
 
-    The runs begin anew after the last.
+    After the last run the first one begins again.
     """
     factors = np.array([factor for _, factor in segments], np.float32)
     factors_R = np.repeat(factors, [rows for rows, _ in segments])

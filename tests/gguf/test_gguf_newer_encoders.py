@@ -1,4 +1,4 @@
-"""ModernBERT, XLM-RoBERTa and EmbeddingGemma as GGUF: llama.cpp's embeddings against transformers'."""
+"""ModernBERT, XLM-RoBERTa, Nomic's and EmbeddingGemma as GGUF: llama.cpp embeds as transformers does."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ CONFIGS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "modernbert-masked": ("modernbert", "ModernBertForMaskedLM", "modern-bert", MODERN, "ModernBertModel"),
     "xlm-roberta": ("xlm-roberta", "XLMRobertaModel", "bert", {**ENCODER, "pad_token_id": 1}, "BertModel"),
     "roberta-masked": ("roberta", "RobertaForMaskedLM", "bert", {**ENCODER, "pad_token_id": 1}, "BertModel"),
+    "nomic": ("nomic_bert", "NomicBertModel", "nomic-bert", ENCODER, "NomicBertModel"),
     "embeddinggemma": ("gemma3_text", "Gemma3TextModel", "gemma-embedding", GEMMA, "Gemma3ForCausalLM"),
 }
 LONGER = [(7 * i + i * i) % 300 + 2 for i in range(60)]
@@ -56,8 +57,19 @@ def made(folder: Path, name: str) -> Any:
     model.save_pretrained(folder)
     if gemma:  # the class halves the window as it reads it, and saves what it made of it
         restated(folder, sliding_window=sizes["sliding_window"])
-    add_tokenizer(folder)
+    if name == "nomic":
+        add_word_pieces(folder)
+    else:
+        add_tokenizer(folder)
     return class_.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def add_word_pieces(folder: Path) -> None:
+    """BERT's tokenizer, of 320 words."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "vocab.txt").write_text("\n".join([*special, *(f"w{i}" for i in range(315))]) + "\n")
+    settings = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, **settings}))
 
 
 def states(model: Any, ids: list[int]) -> np.ndarray:
@@ -132,6 +144,28 @@ def test_published_words_of_modernbert_make_the_same_file(tmp_path: Path) -> Non
         global_rope_theta=160000.0, local_rope_theta=10000.0,
     )  # fmt: skip
     assert written(tmp_path).read_bytes() == plain
+
+
+PUBLISHED = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+
+
+def test_published_words_of_nomic_make_the_same_file(tmp_path: Path) -> None:
+    """And the context is what the model was trained for."""
+    made(tmp_path, "nomic")
+    restated(tmp_path, head_dim=None)
+    plain = written(tmp_path).read_bytes()
+    config = json.loads((tmp_path / "config.json").read_text())
+    older = {old: config[new] for new, old in PUBLISHED.items()}
+    gone = dict.fromkeys((*PUBLISHED, "rope_parameters", "hidden_act", "max_position_embeddings", "head_dim"))
+    other = {"rotary_emb_base": 1000, "activation_function": "swiglu", "moe_every_n_layers": 0}
+    restated(tmp_path, **{**gone, **older, **other, "n_positions": 66})
+    assert written(tmp_path).read_bytes() == plain
+    restated(tmp_path, n_positions=8192, max_trained_positions=2048)
+    with GGUFFile(written(tmp_path)) as file:
+        assert file.kv["nomic-bert.context_length"].value == 2048
 
 
 def test_llama_cpp_cuts_texts_as_a_unigram_tokenizer_with_both_ends(tmp_path: Path) -> None:

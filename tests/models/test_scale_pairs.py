@@ -44,6 +44,7 @@ MAKERS = {
     "olmo3": {"mlp.up"},
     "exaone4": {"mlp.up"},
     "arcee": {"attn.norm", "mlp.norm"},
+    "apertus": {"attn.norm", "mlp.norm"},
     "gpt-neox": {"attn.norm", "mlp.norm", "attn.v"},
     "phi": {"attn.norm"},
     "starcoder2": {"attn.norm", "mlp.norm"},

@@ -88,6 +88,18 @@ SAVED = {
         small("phimoe", "PhimoeForCausalLM", num_local_experts=4, attention_bias=True, lm_head_bias=True),
         kept=("block_sparse_moe.gate",),
     ),
+    "nomic": Saved(
+        {
+            "model_type": "nomic_bert",
+            "architectures": ["NomicBertModel"],
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        auto="NomicBertModel",
+    ),
     "gpt-neox": Saved(small("gpt_neox", "GPTNeoXForCausalLM")),
     "qwen2-vl": Saved(
         nested(

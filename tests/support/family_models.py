@@ -118,6 +118,7 @@ ROWS = {
         small("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", head_dim=16, num_experts=4, moe_topk=2),
         gates=("mlp.gate.wg",),
     ),
+    "apertus": Row(small("apertus", "ApertusForCausalLM", pad_token_id=0)),
     "arcee": Row(small("arcee", "ArceeForCausalLM", mlp_bias=True)),
     "gpt-neox": Row(small("gpt_neox", "GPTNeoXForCausalLM")),
     "phi": Row(small("phi", "PhiForCausalLM", qk_layernorm=True)),

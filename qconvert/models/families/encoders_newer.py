@@ -1,6 +1,7 @@
-"""Declares encoders after BERT: XLM-RoBERTa and RoBERTa, which are built like it, and ModernBERT.
+"""Declares encoders after BERT: XLM-RoBERTa and RoBERTa, which are built like it, ModernBERT and Nomic's.
 
-Sources: transformers' `modeling_xlm_roberta`, `modeling_roberta` and `modeling_modernbert`.
+Sources: transformers' `modeling_xlm_roberta`, `modeling_roberta`, `modeling_modernbert` and
+`modeling_nomic_bert`, its conversion of names, and the config published with nomic-embed-text.
 """
 
 from __future__ import annotations
@@ -98,4 +99,41 @@ MODERN_BERT = Family(
     carried={r"(head|decoder|classifier|score)\..*": "the head of another task"},
 )
 
-FAMILIES = (XLM_ROBERTA, MODERN_BERT)
+NOMIC_LAYER = "encoder.layers.{layer}."
+
+
+def nomic_dimensions(config: Json, layer: int) -> Dimensions:
+    """Returns the dimensions of Nomic's BERT."""
+    return {name: positive_int(config, key) for name, key in NOMIC_SIZES.items()}
+
+
+NOMIC_SIZES = {name: key for name, key in BERT.named_by.items() if name != "positions"}
+NOMIC_BERT = Family(
+    name="Nomic Embed Text",
+    model_types=("nomic_bert",),
+    classes=("NomicBertModel",),
+    slots=(
+        c.embedding("embeddings.word_embeddings"),
+        ParameterTemplate("types", "embeddings.token_type_embeddings", ("types", "hidden"), "other"),
+        c.norm("embed.norm", "emb_ln", bias=True),
+        *(c.linear(f"attn.{part}", f"{NOMIC_LAYER}attn.{part}_proj", "hidden", "hidden") for part in "qkv"),
+        c.linear("attn.o", NOMIC_LAYER + "attn.out_proj", "hidden", "hidden"),
+        c.norm("attn.norm", NOMIC_LAYER + "norm1", bias=True),
+        *c.gated_mlp(NOMIC_LAYER + "mlp.", names=("fc12", "fc11", "fc2")),
+        c.norm("mlp.norm", NOMIC_LAYER + "norm2", bias=True),
+    ),
+    dimensions=nomic_dimensions,
+    named_by=NOMIC_SIZES,
+    keys={
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+    },
+    defaults={"type_vocab_size": 2, "max_position_embeddings": 2048},
+    fusions=(Fusion("attn.qkv", NOMIC_LAYER + "attn.Wqkv", ("attn.q", "attn.k", "attn.v"), native=True),),
+    carried={r"(pooler|cls|classifier)\..*": "the head of another task"},
+)
+
+FAMILIES = (XLM_ROBERTA, MODERN_BERT, NOMIC_BERT)

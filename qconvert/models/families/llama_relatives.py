@@ -1,9 +1,9 @@
 """Declares decoders that are Llama's but for a few parts: SmolLM3, Seed-OSS, OLMo 3, Granite, ERNIE 4.5.
 
-Also EXAONE 4, Hunyuan and Arcee, and Mistral's models of 2025: Ministral 3, and Mistral Small 3.1 and later,
-which see. Sources: transformers' classes (`modeling_smollm3`, `modeling_seed_oss`, `modeling_olmo3`,
-`modeling_granite`, `modeling_ernie4_5`, `modeling_ministral3`, `modeling_mistral3`, `modeling_exaone4`,
-`modeling_hunyuan_v1_dense`, `modeling_arcee`).
+Also EXAONE 4, Hunyuan, Arcee and Apertus, and Mistral's models of 2025: Ministral 3, and Mistral Small 3.1
+and later, which see. Sources: transformers' classes (`modeling_smollm3`, `modeling_seed_oss`,
+`modeling_olmo3`, `modeling_granite`, `modeling_ernie4_5`, `modeling_ministral3`, `modeling_mistral3`,
+`modeling_exaone4`, `modeling_hunyuan_v1_dense`, `modeling_arcee`, `modeling_apertus`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from qconvert.models.families import common as c
 from qconvert.models.families.llama import LLAMA, MISTRAL, OLMO2
+from qconvert.models.parameters import ParameterTemplate
 
 # Every fourth layer has no rotary embedding.
 SMOLLM3 = replace(
@@ -114,4 +115,45 @@ ARCEE = replace(
     note="",
 )
 
-FAMILIES = (SMOLLM3, SEED_OSS, OLMO3, GRANITE, ERNIE4_5, MINISTRAL3, MISTRAL3, EXAONE4, HUNYUAN, ARCEE)
+
+def _activation(name: str, *shape: str) -> ParameterTemplate:
+    return ParameterTemplate(f"mlp.act.{name}", f"{c.LAYER}mlp.act_fn.{name}", shape, "other", suffix="")
+
+
+# Its activation has numbers of its own in every layer.
+APERTUS = replace(
+    ARCEE,
+    name="Apertus",
+    model_types=("apertus",),
+    classes=("ApertusForCausalLM",),
+    slots=(
+        c.EMBED,
+        *c.BIASED_ATTENTION,
+        c.Q_NORM,
+        c.K_NORM,
+        c.linear("mlp.up", c.LAYER + "mlp.up_proj", "intermediate", "hidden"),
+        c.linear("mlp.down", c.LAYER + "mlp.down_proj", "hidden", "intermediate"),
+        _activation("alpha_p", "one"),
+        _activation("alpha_n", "one"),
+        _activation("beta"),
+        _activation("eps"),
+        replace(c.ATTN_NORM, module=c.LAYER + "attention_layernorm"),
+        replace(c.MLP_NORM, module=c.LAYER + "feedforward_layernorm"),
+        c.FINAL_NORM,
+        c.LM_HEAD,
+    ),
+)
+
+FAMILIES = (
+    SMOLLM3,
+    SEED_OSS,
+    OLMO3,
+    GRANITE,
+    ERNIE4_5,
+    MINISTRAL3,
+    MISTRAL3,
+    EXAONE4,
+    HUNYUAN,
+    ARCEE,
+    APERTUS,
+)

@@ -1,4 +1,4 @@
-"""Declares XLM-RoBERTa and RoBERTa, which are BERT to llama.cpp, and ModernBERT."""
+"""Declares XLM-RoBERTa and RoBERTa, which are BERT to llama.cpp, ModernBERT, and Nomic's BERT."""
 
 from __future__ import annotations
 
@@ -150,4 +150,82 @@ MODERN_BERT = GGUFModel(
     ),
 )
 
-MODELS = {"xlm-roberta": XLM_ROBERTA, "roberta": XLM_ROBERTA, "modernbert": MODERN_BERT}
+# What the published models were trained for, which is less than their config says.
+_TRAINED = {8192: 2048, 2048: 512}
+
+
+def _nomic_context(facts: Facts) -> int:
+    stated, trained = facts.size("max_position_embeddings"), facts.settings.get("max_trained_positions")
+    return _TRAINED.get(stated, stated) if trained == 2048 else stated
+
+
+def _newer_or_older(facts: Facts, newer: object, older: str, default: float) -> float:
+    """Returns a number under the key of the class, or under that of the published configs."""
+    stated = default if newer is None else newer
+    found = facts.settings[older] if newer is None and facts.settings.get(older) is not None else stated
+    return positive({older: found}, older)
+
+
+@read_by(lambda file: {"layer_norm_eps": file.number("attention.layer_norm_epsilon")})
+def _nomic_epsilon(facts: Facts) -> Iterator[KV]:
+    found = _newer_or_older(facts, facts.settings.get("layer_norm_eps"), "layer_norm_epsilon", 1e-12)
+    yield facts.f32("attention.layer_norm_epsilon", found)
+
+
+def _read_nomic_base(file: Metadata) -> Json:
+    theta = file.number("rope.freq_base")
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "hidden_act": "silu"}
+
+
+@read_by(_read_nomic_base)
+def _nomic_base(facts: Facts) -> Iterator[KV]:
+    stated = (facts.settings.get("rope_parameters") or {}).get("rope_theta")
+    yield facts.f32("rope.freq_base", _newer_or_older(facts, stated, "rotary_emb_base", 1000.0))
+
+
+def _read_both_names(file: Metadata) -> Json:
+    """Reads sizes under the names of published configs, too: the class of transformers 5 has others."""
+    return {
+        "n_layer": file.layers,
+        "n_embd": file.size("embedding_length"),
+        "n_inner": file.size("feed_forward_length"),
+        "n_head": file.size("attention.head_count"),
+        "n_positions": file.size("context_length"),
+    }
+
+
+NOMIC_BERT = GGUFModel(
+    "nomic-bert",
+    keys=(
+        k.block_count,
+        k.counted(
+            "context_length",
+            _nomic_context,
+            lambda file: {"max_position_embeddings": file.size("context_length")},
+        ),
+        *k.SIZES[2:],
+        _nomic_base,
+        _nomic_epsilon,
+        k.head_sizes,
+        k.read_only(_read_both_names),
+    ),
+    late=(sees_everything,),
+    roles={each: BERT.roles[each] for each in ("types", "embed.norm", "attn.norm", "mlp.norm")},
+    whole=("attn.qkv",),
+    checks=(
+        c.computes("activation_function", "swiglu"),
+        c.computes("hidden_act", "silu"),
+        *(c.computes(key, False) for key in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm")),
+        c.computes("rotary_emb_fraction", 1.0, 1),
+        c.computes("rotary_emb_interleaved", False),
+        c.computes("moe_every_n_layers", 0, None),
+        c.square_attention,
+    ),
+)
+
+MODELS = {
+    "xlm-roberta": XLM_ROBERTA,
+    "roberta": XLM_ROBERTA,
+    "modernbert": MODERN_BERT,
+    "nomic_bert": NOMIC_BERT,
+}

@@ -13,6 +13,7 @@ from qconvert.models.gguf import keys as k
 from qconvert.models.gguf.declaration import (
     Facts,
     GGUFModel,
+    NoGraph,
     Written,
     derived,
     implying,
@@ -248,7 +249,7 @@ def _language_model(config: Json) -> GGUFModel:
     return MINISTRAL3 if inner == "ministral3" else MISTRAL
 
 
-MODELS = {
+MODELS: dict[str, GGUFModel | NoGraph] = {
     "smollm3": SMOLLM3,
     "seed_oss": SEED_OSS,
     "olmo3": OLMO3,
@@ -257,5 +258,8 @@ MODELS = {
     "exaone4": EXAONE4,
     "hunyuan_v1_dense": HUNYUAN,
     "arcee": ARCEE,
+    "apertus": NoGraph(
+        "llama.cpp has the numbers of Apertus' activation among a file's keys, the model as tensors"
+    ),
     "mistral3": replace(MISTRAL, variant=_language_model, variants=(MINISTRAL3,)),
 }
