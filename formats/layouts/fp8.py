@@ -90,8 +90,12 @@ class FP8(PassThrough[Codebook, CodebookRows]):
         return CodedArrays("weight", scales, words=DType.I8, bare_exponents=False)
 
     def arrays(self, tensor: ModelTensor, encoding: Codebook) -> tuple[TensorSpec, ...]:
-        codes, scales = self.coded(tensor).stored_arrays(tensor)
-        return (codes, scales if encoding.group_rows is not None else replace(scales, shape=self.one))
+        codes, scales, *number = self.coded(tensor).stored_arrays(tensor)
+        return (
+            codes,
+            scales if encoding.group_rows is not None else replace(scales, shape=self.one),
+            *number,
+        )
 
     def rows(self, tensor: ModelTensor, encoding: Codebook) -> int:
         """The rows of a block share its scales."""
@@ -255,6 +259,8 @@ def _promise(config: Json) -> Promise:
         if kind != "linear" or kept(tensor):
             return None
         if config.get("expert_dtype") == "fp4" and ".experts." in tensor.name:  # DeepSeek-V4
+            if settings.get("moe_quant_algo") == "NVFP4":  # as ModelOpt writes them beside its FP8
+                return Codebook("e2m1", 16, DType.F8_E4M3, decoded, second="multiplied")
             return Codebook("e2m1", _MX, DType.F8_E8M0, decoded)
         return Codebook("e4m3", columns, DType.F32, decoded, group_rows=rows)
 

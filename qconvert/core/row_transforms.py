@@ -24,10 +24,12 @@ class RowTransform:
 
     It applies to `rows` rows at a time: those of one head, of one transposed block, or of each of two tensors
     that are multiplied. `factor` and `groups`
-    come from the model's GGUF declaration.
+    come from the model's GGUF declaration, and so do `segments`: numbers of rows, which are all of a matrix,
+    each with a factor of its own.
     """
 
     change: TransformKind
     rows: int = 1
     factor: float = 1.0
     groups: tuple[int, int] = (1, 1)
+    segments: tuple[tuple[int, float], ...] = ()

@@ -2,7 +2,15 @@
 
 from qconvert.ops.base import Certificate, Finding, Op, Order, OutputError
 from qconvert.ops.encode import EncodeBlocks, EncodeTable, NestScales, Quantize
-from qconvert.ops.numbers import Cast, CastIntegers, ChangeNumbers, CheckFinite, Dequantize, Scale
+from qconvert.ops.numbers import (
+    Cast,
+    CastIntegers,
+    ChangeNumbers,
+    CheckFinite,
+    Dequantize,
+    Scale,
+    ScaleSegments,
+)
 from qconvert.ops.rows import (
     CutRows,
     InterleaveHalves,
@@ -40,6 +48,7 @@ __all__ = [
     "PermuteRows",
     "Quantize",
     "Scale",
+    "ScaleSegments",
     "SwapGroups",
     "Transcode",
     "TransposeBlocks",

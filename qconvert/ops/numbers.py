@@ -167,3 +167,27 @@ class Scale(Op):
 
         assert isinstance(value, DenseRows)
         return (unscaled if self.divides else scaled)(value, self.factor), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSegments(Op):
+    """Multiply consecutive rows of a matrix, so many at a time, by a factor each, in float32; or divide."""
+
+    segments: tuple[tuple[int, float], ...]
+    divides: bool = False
+
+    @property
+    def granule(self) -> int:
+        return sum(rows for rows, _ in self.segments)
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        return Unquantized(DType.F32)
+
+    def inverse(self) -> Op:
+        return ScaleSegments(self.segments, divides=not self.divides)
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        from qconvert.quant.row_changes import segments_scaled
+
+        assert isinstance(value, DenseRows)
+        return segments_scaled(value, self.segments, divides=self.divides), CLEAN

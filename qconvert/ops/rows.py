@@ -12,7 +12,7 @@ from qconvert.core.row_transforms import RowTransform
 from qconvert.core.statistics import RowStatistics
 from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.ops.base import CLEAN, Finding, Op, Order
-from qconvert.ops.numbers import CastIntegers, ChangeNumbers, Scale
+from qconvert.ops.numbers import CastIntegers, ChangeNumbers, Scale, ScaleSegments
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,9 @@ class Multiply(Op):
 _OPS: Mapping[str, Callable[[RowTransform, int], Op]] = {
     "interleave_halves": lambda transform, width: InterleaveHalves(transform.rows),
     "transpose": lambda transform, width: TransposeBlocks(transform.rows, width),
-    "scale": lambda transform, width: Scale(transform.factor),
+    "scale": lambda transform, width: (
+        ScaleSegments(transform.segments) if transform.segments else Scale(transform.factor)
+    ),
     "swap_groups": lambda transform, width: SwapGroups(*transform.groups),
     "int32": lambda transform, width: CastIntegers(DType.I32),
     "multiply": lambda transform, width: Multiply(transform.rows),

@@ -5,7 +5,7 @@ R: rows, I: columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -64,6 +64,20 @@ def scaled(value: DenseRows, factor: float) -> DenseRows:
     """Returns the rows multiplied by a number, in float32."""
     rows_RI = cast(value, DType.F32)[0].rows_RI * np.float32(factor)
     return DenseRows(rows_RI.astype(np.float32, copy=False), DType.F32)
+
+
+def segments_scaled(
+    value: DenseRows, segments: Sequence[tuple[int, float]], *, divides: bool = False
+) -> DenseRows:
+    """Returns the rows multiplied, or divided, by one number for each run of so many rows, in float32.
+
+    After the last run the first one begins again.
+    """
+    factors = np.array([factor for _, factor in segments], np.float32)
+    factors_R = np.repeat(factors, [rows for rows, _ in segments])
+    factors_RI = np.resize(factors_R, value.rows)[:, None]
+    rows_RI = cast(value, DType.F32)[0].rows_RI
+    return DenseRows(rows_RI / factors_RI if divides else rows_RI * factors_RI, DType.F32)
 
 
 def multiplied(value: DenseRows, rows: int) -> DenseRows:

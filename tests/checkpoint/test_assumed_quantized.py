@@ -107,6 +107,8 @@ def test_published_sizes_of_quantized_models(assets: Path, tmp_path: Path) -> No
         # `text_config`, and lists of what is left plain with `*`.
         ("deepseek-ai--DeepSeek-V4-Flash", "mlp.experts.gate", ["e2m1-g32"]),
         ("deepseek-ai--DeepSeek-V4-Flash", "mlp.shared.gate", ["e4m3-g128x128"]),
+        ("nvidia--DeepSeek-V4-Flash-NVFP4", "mlp.experts.gate", ["e2m1-g16-multiplied"]),
+        ("nvidia--DeepSeek-V4-Flash-NVFP4", "attn.q_b", ["e4m3-g128x128"]),
         ("nvidia--Qwen3.5-397B-A17B-NVFP4", "delta.qkv", ["bf16"]),
         ("nvidia--Qwen3.6-35B-A3B-NVFP4", "mlp.experts.up", ["e2m1-g16-multiplied"]),
         ("nvidia--Qwen3.6-35B-A3B-NVFP4", "delta.qkv", ["e4m3-tensor"]),

@@ -34,11 +34,23 @@ CONFIGS = {
     **{name: config for name, (config, _, _) in ALONE.items()},
 }
 # Families in which nothing can be scaled: what norms make is the residual too, or other things come between.
-NONE = {"bert", "bert-masked", "bert-pretraining", "t5", "t5-1.1", "rwkv", "rwkv5"}
+NONE = {
+    *("bert", "bert-masked", "bert-pretraining", "xlm-roberta", "roberta-masked", "modernbert"),
+    *("modernbert-masked", "t5", "t5-1.1", "rwkv", "rwkv5"),
+}
 # What makes an input in some layer, where it is not as in Llama: both norms, up, and v if no heads share it.
 MAKERS = {
     "olmo": {"mlp.up"},
     "olmo3": {"mlp.up"},
+    "exaone4": {"mlp.up"},
+    "arcee": {"attn.norm", "mlp.norm"},
+    "apertus": {"attn.norm", "mlp.norm"},
+    "gpt-neox": {"attn.norm", "mlp.norm", "attn.v"},
+    "phi": {"attn.norm"},
+    "starcoder2": {"attn.norm", "mlp.norm"},
+    "stablelm-parallel": {"attn.norm", "mlp.up"},
+    "mamba": {"norm"},
+    "mamba2": {"norm"},
     "falcon-7b": {"attn.norm"},
     "falcon-rw": {"attn.norm", "mlp.norm", "attn.v"},
     "falcon-40b": {"attn.norm_2", "mlp.norm_2"},

@@ -32,6 +32,7 @@ from qconvert.ops import (
     PermuteRows,
     Quantize,
     Scale,
+    ScaleSegments,
     SwapGroups,
     TransposeBlocks,
     op_of,
@@ -49,6 +50,7 @@ ON_NUMBERS: tuple[Op, ...] = (
     ChangeNumbers("minus_exp"),
     ChangeNumbers("unit_rows"),
     Scale(3.0),
+    ScaleSegments(((1, 3.0), (3, 0.5))),
     SwapGroups(4, 2),
     TransposeBlocks(4, WIDTH),
     *(
@@ -115,7 +117,7 @@ def test_whole_granules_may_be_made_apart(op: Op, encodings: tuple[Encoding, ...
 @pytest.mark.parametrize(("op", "encodings"), OPS, ids=named)
 def test_exact_means_that_no_number_changes(op: Op, encodings: tuple[Encoding, ...]) -> None:
     """An operation that calls itself exact decodes to the same bits, in their places or in others."""
-    if isinstance(op, ChangeNumbers | Scale | NestScales | PermuteColumns):
+    if isinstance(op, ChangeNumbers | Scale | ScaleSegments | NestScales | PermuteColumns):
         return  # other numbers on purpose, a distance of their own, or an order that fits one tensor
     for encoding in encodings:
         if op.certificate(encoding) != "exact":
@@ -231,6 +233,11 @@ def test_numbers_that_are_changed_come_back_as_far_as_float32_holds_them(seed: i
     np.testing.assert_allclose(decoded(back), decoded(before), rtol=2**-22)
     if factor in (0.5, 2.0):
         assert same(back, before)
+    segments = ScaleSegments(((2, factor), (1, 0.25)))
+    once = segments.apply(before)[0]
+    np.testing.assert_array_equal(decoded(once)[:2], decoded(scaled.apply(before)[0])[:2])
+    np.testing.assert_array_equal(decoded(once)[2], decoded(before)[2] / 4)
+    np.testing.assert_allclose(decoded(segments.inverse().apply(once)[0]), decoded(before), rtol=2**-22)
     plus = ChangeNumbers("plus_one")
     back = plus.inverse().apply(plus.apply(before)[0])[0]
     assert np.abs(decoded(back) - decoded(before)).max() <= 2**-22
@@ -326,6 +333,7 @@ def test_what_float16_is_too_narrow_for_is_counted() -> None:
         (RowTransform("interleave_halves", rows=8), InterleaveHalves(8)),
         (RowTransform("transpose", rows=4), TransposeBlocks(4, 16)),
         (RowTransform("scale", factor=0.5), Scale(0.5)),
+        (RowTransform("scale", segments=((3, 0.5),)), ScaleSegments(((3, 0.5),))),
         (RowTransform("swap_groups", groups=(2, 4)), SwapGroups(2, 4)),
         (RowTransform("plus_one"), ChangeNumbers("plus_one")),
         (RowTransform("unit_rows"), ChangeNumbers("unit_rows")),

@@ -35,7 +35,72 @@ def nested(model_type: str, class_name: str, text: Config, **changes: object) ->
 
 IMAGE = "AutoModelForImageTextToText"
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+GRANITE4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+}
 SAVED = {
+    "granite-moe": Saved(
+        small("granitemoe", "GraniteMoeForCausalLM", num_local_experts=4), kept=("router.layer",)
+    ),
+    "granite-moe-shared": Saved(
+        small(
+            "granitemoeshared",
+            "GraniteMoeSharedForCausalLM",
+            num_local_experts=4,
+            shared_intermediate_size=40,
+        ),
+        kept=("router.layer",),
+    ),
+    "granite4": Saved(
+        small("granitemoehybrid", "GraniteMoeHybridForCausalLM", num_local_experts=4, **GRANITE4),
+        kept=("router.layer",),
+    ),
+    "granite4-dense": Saved(
+        small(
+            "granitemoehybrid",
+            "GraniteMoeHybridForCausalLM",
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            tie_word_embeddings=True,
+            **{**GRANITE4, "layer_types": ["attention"] * 3},
+        )
+    ),
+    "ernie4.5-moe": Saved(
+        small(
+            "ernie4_5_moe",
+            "Ernie4_5_MoeForCausalLM",
+            num_hidden_layers=3,
+            moe_num_experts=4,
+            moe_k=2,
+            moe_intermediate_size=24,
+            use_bias=True,
+            pad_token_id=0,
+        ),
+        kept=("mlp.gate",),
+    ),
+    "phi3.5-moe": Saved(
+        small("phimoe", "PhimoeForCausalLM", num_local_experts=4, attention_bias=True, lm_head_bias=True),
+        kept=("block_sparse_moe.gate",),
+    ),
+    "nomic": Saved(
+        {
+            "model_type": "nomic_bert",
+            "architectures": ["NomicBertModel"],
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        auto="NomicBertModel",
+    ),
+    "gpt-neox": Saved(small("gpt_neox", "GPTNeoXForCausalLM")),
     "qwen2-vl": Saved(
         nested(
             "qwen2_vl",

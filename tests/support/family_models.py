@@ -55,6 +55,7 @@ DELTA = {
     "linear_num_value_heads": 4,
     "linear_conv_kernel_dim": 4,
 }
+LIQUID = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 GPT = {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
 BERT = {
     "model_type": "bert",
@@ -110,6 +111,59 @@ ROWS = {
     "granite": Row(small("granite", "GraniteForCausalLM")),
     "ernie4.5": Row(small("ernie4_5", "Ernie4_5ForCausalLM", head_dim=16, use_bias=True)),
     "ministral3": Row(small("ministral3", "Ministral3ForCausalLM", head_dim=16)),
+    "olmoe": Row(small("olmoe", "OlmoeForCausalLM", **EXPERTS), gates=("mlp.gate",)),
+    "exaone4": Row(small("exaone4", "Exaone4ForCausalLM")),
+    "hunyuan": Row(small("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", head_dim=16)),
+    "hunyuan-moe": Row(
+        small("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", head_dim=16, num_experts=4, moe_topk=2),
+        gates=("mlp.gate.wg",),
+    ),
+    "apertus": Row(small("apertus", "ApertusForCausalLM", pad_token_id=0)),
+    "arcee": Row(small("arcee", "ArceeForCausalLM", mlp_bias=True)),
+    "gpt-neox": Row(small("gpt_neox", "GPTNeoXForCausalLM")),
+    "phi": Row(small("phi", "PhiForCausalLM", qk_layernorm=True)),
+    "starcoder2": Row(small("starcoder2", "Starcoder2ForCausalLM")),
+    "stablelm": Row(small("stablelm", "StableLmForCausalLM", use_qkv_bias=True)),
+    "stablelm-parallel": Row(small("stablelm", "StableLmForCausalLM", use_parallel_residual=True)),
+    "lfm2": Row(small("lfm2", "Lfm2ForCausalLM", **LIQUID)),
+    "lfm2-moe": Row(
+        small("lfm2_moe", "Lfm2MoeForCausalLM", num_dense_layers=1, **LIQUID, **EXPERTS),
+        gates=("feed_forward.gate",),
+    ),
+    "falcon-h1": Row(
+        small(
+            "falcon_h1",
+            "FalconH1ForCausalLM",
+            mamba_d_ssm=48,
+            mamba_n_heads=3,
+            mamba_d_head=16,
+            mamba_n_groups=1,
+            mamba_d_state=8,
+            mamba_rms_norm=True,
+        )
+    ),
+    "mamba": Row(
+        {
+            "model_type": "mamba",
+            "architectures": ["MambaForCausalLM"],
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+        }
+    ),
+    "mamba2": Row(
+        {
+            "model_type": "mamba2",
+            "architectures": ["Mamba2ForCausalLM"],
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+            "n_groups": 2,
+            "state_size": 8,
+        }
+    ),
     "olmo": Row(small("olmo", "OlmoForCausalLM", attention_bias=True)),
     "phi3": Row(small("phi3", "Phi3ForCausalLM", pad_token_id=0)),
     "falcon-7b": Row(small("falcon", "FalconForCausalLM", tie_word_embeddings=True)),
@@ -215,6 +269,31 @@ ROWS = {
         BERT | {"architectures": ["BertForPreTraining"]},
         auto="BertForPreTraining",
         gates=("cls.predictions.transform.dense", "pooler.dense", "cls.seq_relationship"),
+    ),
+    "modernbert": Row(
+        small(
+            "modernbert",
+            "ModernBertModel",
+            num_hidden_layers=3,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        ),
+        auto="ModernBertModel",
+    ),
+    "modernbert-masked": Row(
+        small("modernbert", "ModernBertForMaskedLM", tie_word_embeddings=True, pad_token_id=0),
+        auto="ModernBertForMaskedLM",
+        gates=("head.dense",),
+    ),
+    "xlm-roberta": Row(
+        BERT | {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]},
+        auto="XLMRobertaModel",
+        gates=("pooler.dense",),
+    ),
+    "roberta-masked": Row(
+        BERT | {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]},
+        auto="RobertaForMaskedLM",
+        gates=("lm_head.dense",),
     ),
     "t5": Row(T5, auto="T5ForConditionalGeneration"),
     "t5-1.1": Row(

@@ -148,9 +148,9 @@ class Written:
     `base` is its name, in `blk.N.<base>.weight`; None is that of the shared table. A base with `{layer}` in
     it is the whole stem, and `suffix` replaces `.weight` and `.bias`. `change` is the transform of the rows;
     one that takes several rows at once is given `block` of them. `rows` gives the ranges of rows that are
-    written, in their new order; None is all. `factor` is the number that rows are scaled by; `groups` the
-    numbers of groups of columns, and of groups in each, whose order is swapped. `shape` is the shape of the
-    tensor where it is not that of the weight.
+    written, in their new order; None is all. `factor` is the number that rows are scaled by, `segments` those
+    of so many rows each; `groups` the numbers of groups of columns, and of groups in each, whose order is
+    swapped. `shape` is the shape of the tensor where it is not that of the weight.
     """
 
     base: str | None = None
@@ -158,6 +158,7 @@ class Written:
     block: Callable[[Facts], int] | None = None
     rows: Callable[[Facts], Iterable[range]] | None = None
     factor: Callable[[Facts], float] | None = None
+    segments: Callable[[Facts], tuple[tuple[int, float], ...]] | None = None
     groups: Callable[[Facts], tuple[int, int]] | None = None
     shape: Callable[[Facts], tuple[int, ...]] | None = None
     suffix: str | None = None

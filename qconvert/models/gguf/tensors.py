@@ -157,4 +157,5 @@ def _step(written: Written, shape: tuple[int, ...], facts: Facts) -> RowTransfor
         block or 1,
         written.factor(facts) if written.factor else 1.0,
         written.groups(facts) if written.groups else (1, 1),
+        written.segments(facts) if written.segments else (),
     )

@@ -124,6 +124,27 @@ GEMMA3 = replace(
     ),
 )
 
+# Attention goes both ways, through a window that the file has as the published config says it (transformers
+# 5 halves it as it reads it).
+EMBEDDING_GEMMA = replace(
+    GEMMA3,
+    arch="gemma-embedding",
+    checks=(
+        _GELU,
+        c.computes("use_bidirectional_attention", True),
+        c.computes("attention_bias", False),
+        _queries_scaled(-1),
+        c.every_nth_layer_is_full(6),
+        c.computes("attn_logit_softcapping", None),
+    ),
+)
+
+
+def _which_way(config: Json) -> GGUFModel:
+    return EMBEDDING_GEMMA if config.get("use_bidirectional_attention") else GEMMA3
+
+
+GEMMA3_TEXT = replace(GEMMA3, variant=_which_way, variants=(EMBEDDING_GEMMA,))
 
 _logit_scale = k.number("logit_scale", "logit_scale")
 
@@ -166,7 +187,7 @@ COMMAND_R7B = replace(
 MODELS = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3,  # the type of the language model alone; a file is read back as this one
+    "gemma3_text": GEMMA3_TEXT,  # the type of the language model alone; a file is read back as this one
     "gemma3": GEMMA3,
     "cohere": COMMAND_R,
     "cohere2": COMMAND_R7B,

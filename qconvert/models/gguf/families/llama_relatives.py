@@ -1,4 +1,4 @@
-"""Declares SmolLM3, Seed-OSS, OLMo 3, Granite, ERNIE 4.5, and Mistral's models of 2025."""
+"""Declares SmolLM3, Seed-OSS, OLMo 3, ERNIE 4.5, Mistral's models of 2025, EXAONE 4, Hunyuan and Arcee."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from qconvert.core.ggml_types import KV
 from qconvert.models.families.common import language_config
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, implying, positive, read_by
+from qconvert.models.gguf.declaration import (
+    Facts,
+    GGUFModel,
+    NoGraph,
+    Written,
+    derived,
+    implying,
+    positive,
+    read_by,
+)
 from qconvert.models.gguf.families.llama import (
     LLAMA,
     MISTRAL,
@@ -65,27 +74,6 @@ OLMO3 = replace(
     },
 )
 
-GRANITE = replace(
-    LLAMA,
-    arch="granite",
-    late=(
-        k.vocab_size,
-        k.rope_dimensions(),
-        k.number("attention.scale", "attention_multiplier"),
-        k.number("embedding_scale", "embedding_multiplier"),
-        k.number("residual_scale", "residual_multiplier"),
-        k.number("logit_scale", "logits_scaling"),
-    ),
-    defaults={
-        **LLAMA.defaults,
-        "attention_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    },
-    remarks=(),
-)
-
 # Neighbouring rows are rotated by the class, too.
 ERNIE4_5 = GGUFModel(
     "ernie4_5",
@@ -97,6 +85,122 @@ ERNIE4_5 = GGUFModel(
         "head_dim": 128,
     },
     checks=(SILU, c.computes("use_bias", False)),
+)
+
+
+_WINDOWED = 64
+
+
+def _slides(layers: int) -> list[str]:
+    return ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(layers)]
+
+
+@implying(
+    lambda file: {
+        "layer_types": _slides(file.layers) if file.layers == _WINDOWED else ["full_attention"] * file.layers
+    }
+)
+def _known_windows(facts: Facts) -> str | None:
+    """Refuses windows that the loader does not expect: it goes by the number of layers (EXAONE 4 32B)."""
+    window = facts.optional("sliding_window")
+    if (window is not None) != (facts.layers == _WINDOWED):
+        return (
+            f"sliding_window is {window or 'null'} in a model of {facts.layers} layers, but llama.cpp's "
+            f"exaone4 has a window in models of {_WINDOWED} layers, and only there"
+        )
+    types = facts.settings.get("layer_types")
+    pattern = facts.settings.get("sliding_window_pattern", 4)
+    usual = types == _slides(facts.layers) if types else pattern in (4, "LLLG")
+    if window is None or usual:
+        return None
+    return "layer_types is not the pattern of llama.cpp's exaone4: every 4th layer full"
+
+
+@read_by(lambda file: {"sliding_window": file.optional("attention.sliding_window")})
+def _exaone_windows(facts: Facts) -> Iterator[KV]:
+    """Writes the window and the layers that have it, of the model that has one."""
+    if facts.optional("sliding_window") is None:
+        return
+    yield facts.u32("attention.sliding_window", facts.size("sliding_window"))
+    kinds = facts.settings.get("layer_types") or _slides(facts.layers)
+    yield facts.flags_by_layer(
+        "attention.sliding_window_pattern", [kind == "sliding_attention" for kind in kinds]
+    )
+
+
+EXAONE4 = GGUFModel(
+    "exaone4",
+    keys=k.decoder(rope=k.llama_rope),
+    late=(k.vocab_size, _exaone_windows),
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    constants=k.rope_freqs,
+    checks=(SILU, c.square_attention, _known_windows),
+)
+
+_DYNAMIC_CONTEXT = 256 * 1024
+
+
+def _stretched(facts: Facts) -> float | None:
+    """Returns the base of Hunyuan's rotary embedding, where a power of `alpha` stretches it."""
+    rope = k.rope_of(facts)
+    if rope["rope_type"] != "dynamic" or rope.get("alpha") is None:
+        return None
+    size = k.head_size(facts.settings)
+    return positive(rope, "rope_theta") * float(positive(rope, "alpha") ** (size / (size - 2)))
+
+
+@read_by(lambda file: {"max_position_embeddings": file.size("context_length")})
+def hunyuan_context(facts: Facts) -> Iterator[KV]:
+    """Writes the context; where the base is stretched, that for which it is, as the converter does."""
+    stated = facts.size("max_position_embeddings")
+    yield facts.u32("context_length", stated if _stretched(facts) is None else _DYNAMIC_CONTEXT)
+
+
+@read_by(k.read_rope)
+def hunyuan_base(facts: Facts) -> Iterator[KV]:
+    """Writes the base of the rotary embedding as it is computed with."""
+    found = _stretched(facts)
+    if found is None:
+        yield from k.rope_kinds("default", "linear")(facts)
+    else:
+        yield facts.f32("rope.freq_base", found)
+
+
+@derived
+def hunyuan_unscaled(facts: Facts) -> Iterator[KV]:
+    """Writes that a stretched base is all there is to the scaling."""
+    if _stretched(facts) is not None:
+        yield facts.text("rope.scaling.type", "none")
+        yield facts.f32("rope.scaling.factor", 1.0)
+        yield facts.u32("rope.scaling.original_context_length", _DYNAMIC_CONTEXT)
+
+
+HUNYUAN = GGUFModel(
+    "hunyuan-dense",
+    keys=(
+        k.block_count,
+        hunyuan_context,
+        *k.SIZES[2:],
+        k.head_count_kv,
+        hunyuan_base,
+        k.rms_epsilon,
+        k.head_sizes,
+    ),
+    late=(hunyuan_unscaled,),
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    checks=(SILU, c.computes("attention_bias", False)),
+)
+
+ARCEE = replace(
+    LLAMA,
+    arch="arcee",
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    checks=(
+        c.computes("hidden_act", "relu2"),
+        c.computes("attention_bias", False),
+        c.computes("mlp_bias", False),
+    ),
+    remarks=(),
 )
 
 
@@ -145,12 +249,17 @@ def _language_model(config: Json) -> GGUFModel:
     return MINISTRAL3 if inner == "ministral3" else MISTRAL
 
 
-MODELS = {
+MODELS: dict[str, GGUFModel | NoGraph] = {
     "smollm3": SMOLLM3,
     "seed_oss": SEED_OSS,
     "olmo3": OLMO3,
-    "granite": GRANITE,
     "ernie4_5": ERNIE4_5,
     "ministral3": MINISTRAL3,
+    "exaone4": EXAONE4,
+    "hunyuan_v1_dense": HUNYUAN,
+    "arcee": ARCEE,
+    "apertus": NoGraph(
+        "llama.cpp has the numbers of Apertus' activation among a file's keys, the model as tensors"
+    ),
     "mistral3": replace(MISTRAL, variant=_language_model, variants=(MINISTRAL3,)),
 }
