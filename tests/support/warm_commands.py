@@ -11,15 +11,19 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_MOST_LINES = 12
+"""So many fit into a pipe that nobody reads meanwhile."""
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -52,7 +56,8 @@ def warm_qconvert() -> Iterator[Path]:
 
 
 def _serve(address: str) -> None:
-    """Fork for every command that is asked for, until terminated."""
+    """Fork for every command that is asked for, until terminated; what one imports, the next ones have."""
+    learnt, learning = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -62,13 +67,22 @@ def _serve(address: str) -> None:
             with client:
                 if os.fork() == 0:
                     listener.close()
-                    os._exit(_answer(client))
+                    os._exit(_answer(client, learning))
+            _import_what_was(learnt)
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:  # of those that have ended
                     pass
 
 
-def _answer(client: socket.socket) -> int:
+def _import_what_was(learnt: int) -> None:
+    """Import what commands had imported when they ended, by the lines of a pipe that are there."""
+    while select.select([learnt], [], [], 0)[0]:
+        for name in os.read(learnt, select.PIPE_BUF).decode().split():
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def _answer(client: socket.socket, learning: int) -> int:
     size, files, *_ = socket.recv_fds(client, 4, 3)
     asked = b""
     while len(asked) < int.from_bytes(size, "big"):
@@ -80,7 +94,11 @@ def _answer(client: socket.socket) -> int:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    before = {*sys.modules}
     code = _ran(words)
+    new = " ".join(name for name in sys.modules if name not in before)
+    for line in textwrap.wrap(new, select.PIPE_BUF)[:_MOST_LINES]:
+        os.write(learning, line.encode().ljust(select.PIPE_BUF))  # which is written and read whole
     client.send(bytes([code]))
     return code
 
