@@ -422,3 +422,17 @@ def test_shared_inputs_are_one_key_in_every_family() -> None:
         InputKey(("mlp.shared.down",), 1),
         InputKey(("mlp.shared_gate",), 1),
     ]
+
+
+def test_stacks_under_other_names_in_memory_and_an_infinite_limit(tmp_path: Path, here: Path) -> None:
+    """Granite 4: its class has experts under other names than its files, which say infinity by an object."""
+    from tests.support.newer_families import made as made_newer
+
+    folder = tmp_path / "granite4"
+    made_newer(folder, "granite4")
+    assert "__float__" in (folder / "config.json").read_text()
+    ran = qconvert("calibrate", folder, *HOW, "--engine", "transformers", "-o", "stats")
+    assert ran.code == 0, ran.err
+    found = read_statistics(Path("stats")).statistics.by_linear
+    experts = {(key.layer, key.expert) for key in found if key.role == "mlp.experts.down"}
+    assert len(experts) >= 3 * 2 and {layer for layer, _ in experts} == {0, 1, 2}
