@@ -280,8 +280,16 @@ def _require_memory(nbytes: int) -> None:
 
 def _cleaned(config: Json) -> Json:
     """A config without the keys that lead elsewhere, in nested ones too."""
-    kept = {key: value for key, value in config.items() if key not in _NOT_TAKEN}
-    return {key: _cleaned(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    return {key: _plain(value) for key, value in config.items() if key not in _NOT_TAKEN}
+
+
+def _plain(value: object) -> object:
+    """A value without those keys, and infinity as a number: transformers 5 saves an object for it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return float(str(value["__float__"])) if set(value) == {"__float__"} else _cleaned(value)
 
 
 def _auto_classes() -> Any:

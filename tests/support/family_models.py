@@ -149,7 +149,8 @@ ROWS = {
             "vocab_size": 96,
             "hidden_size": 32,
             "num_hidden_layers": 2,
-        }
+        },
+        gates=("dt_proj",),
     ),
     "mamba2": Row(
         {

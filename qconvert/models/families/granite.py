@@ -21,9 +21,12 @@ EXPERTS = (
     c.router(BLOCK + "router.layer"),
     *c.experts(BLOCK + "experts.{expert}.", ("w1", "w3", "w2")),
 )
+# As files hold them; and as transformers 5 has them in memory.
 STACKS = (
     replace(c.EXPERT_STACKS[0], module=BLOCK + "input_linear", suffix=".weight", native=True),
     replace(c.EXPERT_STACKS[1], module=BLOCK + "output_linear", suffix=".weight", native=True),
+    replace(c.EXPERT_STACKS[0], module=BLOCK + "experts.gate_up_proj"),
+    replace(c.EXPERT_STACKS[1], module=BLOCK + "experts.down_proj"),
 )
 SHARED_NAMES = ("gate_proj", "up_proj", "output_linear")
 SHARED_EXPERT = c.gated_mlp(SHARED, "mlp.shared.", "shared_rows", SHARED_NAMES)

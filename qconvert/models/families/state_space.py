@@ -59,7 +59,8 @@ MAMBA = Family(
         ),
         c.linear("mamba.in", MIXER + "in_proj", "mamba_in_rows", "hidden", bias="use_bias"),
         c.linear("mamba.x", MIXER + "x_proj", "x_rows", "mamba_rows"),
-        c.linear("mamba.dt", MIXER + "dt_proj", "mamba_rows", "rank", bias=True),
+        # Small, and its rows are too short for groups.
+        ParameterTemplate("mamba.dt", MIXER + "dt_proj", ("mamba_rows", "rank"), "other", True),
         c.linear("mamba.out", MIXER + "out_proj", "hidden", "mamba_rows", bias="use_bias"),
         c.norm("final_norm", "backbone.norm_f"),
         c.LM_HEAD,
