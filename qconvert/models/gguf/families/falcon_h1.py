@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
-from qconvert.core.config_json import divide
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.errors import CorruptCheckpoint
@@ -13,8 +11,8 @@ from qconvert.models.families.falcon_h1 import inner_width
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived, implying, positive, read_by
-from qconvert.models.gguf.families.granite import MAMBA2, unlimited_steps
 from qconvert.models.gguf.families.llama import SILU
+from qconvert.models.gguf.families.mamba2 import Mamba2Sizes, unlimited_steps
 from qconvert.models.gguf.metadata import Metadata
 
 _LISTS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
@@ -57,19 +55,6 @@ def _segments(facts: Facts) -> tuple[tuple[int, float], ...]:
 
 def _inner(facts: Facts) -> int:
     return inner_width(facts.settings)
-
-
-def _conv_shape(facts: Facts) -> tuple[int, ...]:
-    states = 2 * facts.size("mamba_n_groups") * facts.size("mamba_d_state")
-    return _inner(facts) + states, facts.size("mamba_d_conv")
-
-
-def _of_group(facts: Facts) -> int:
-    return divide(_inner(facts), facts.size("mamba_n_groups"), "mamba_d_ssm", "mamba_n_groups")
-
-
-def _by_group(facts: Facts) -> tuple[int, ...]:
-    return facts.size("mamba_n_groups"), _of_group(facts)
 
 
 def _scaled(*keys: str) -> Written:
@@ -139,7 +124,14 @@ FALCON_H1 = GGUFModel(
         **dict.fromkeys(_NUMBERS, 1.0),
     },
     roles={
-        **MAMBA2,
+        **Mamba2Sizes(
+            heads="mamba_n_heads",
+            groups="mamba_n_groups",
+            state="mamba_d_state",
+            kernel="mamba_d_conv",
+            inner=_inner,
+            inner_name="mamba_d_ssm",
+        ).roles(),
         "embed": _scaled("embedding_multiplier"),
         "lm_head": _scaled("lm_head_multiplier"),
         "attn.q": _scaled("attention_in_multiplier"),
@@ -151,8 +143,6 @@ FALCON_H1 = GGUFModel(
         "mlp.norm": Written("ffn_norm", suffix=""),
         "mamba.in": Written("ssm_in", "scale", segments=_segments),
         "mamba.out": Written("ssm_out", "scale", factor=_product("ssm_out_multiplier")),
-        "mamba.conv": Written("ssm_conv1d", shape=_conv_shape),
-        "mamba.norm": replace(MAMBA2["mamba.norm"], block=_of_group, shape=_by_group),
     },
     checks=(
         SILU,

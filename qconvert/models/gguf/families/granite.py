@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.core.config_json import divide
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, implying, read_by
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, read_by
 from qconvert.models.gguf.families.llama import LLAMA, SILU
+from qconvert.models.gguf.families.mamba2 import Mamba2Sizes, unlimited_steps
 from qconvert.models.gguf.families.nemotron import listed_counts
 from qconvert.models.gguf.metadata import Metadata
 
@@ -107,32 +106,14 @@ def inner(facts: Facts) -> int:
     return (facts.optional("mamba_expand") or 2) * facts.size("hidden_size")
 
 
-def _conv_shape(facts: Facts) -> tuple[int, ...]:
-    states = 2 * facts.size("mamba_n_groups") * facts.size("mamba_d_state")
-    return inner(facts) + states, facts.size("mamba_d_conv")
-
-
-def _by_head(facts: Facts) -> tuple[int, ...]:
-    return facts.size("mamba_n_heads"), 1
-
-
-def _of_group(facts: Facts) -> int:
-    return divide(inner(facts), facts.size("mamba_n_groups"), "mamba_expand x hidden_size", "mamba_n_groups")
-
-
-def _by_group(facts: Facts) -> tuple[int, ...]:
-    return facts.size("mamba_n_groups"), _of_group(facts)
-
-
-MAMBA2 = {
-    "mamba.dt_bias": Written("ssm_dt", suffix=".bias"),
-    "mamba.A_log": Written("ssm_a", "minus_exp", suffix="", shape=_by_head),
-    "mamba.D": Written("ssm_d", suffix="", shape=_by_head),
-    "mamba.conv": Written("ssm_conv1d", shape=_conv_shape),
-    "mamba.in": Written("ssm_in"),
-    "mamba.norm": Written("ssm_norm", "transpose", block=_of_group, shape=_by_group),
-    "mamba.out": Written("ssm_out"),
-}
+MAMBA2 = Mamba2Sizes(
+    heads="mamba_n_heads",
+    groups="mamba_n_groups",
+    state="mamba_d_state",
+    kernel="mamba_d_conv",
+    inner=inner,
+    inner_name="mamba_expand x hidden_size",
+).roles()
 
 
 def _read_head(file: Metadata) -> Json:
@@ -145,16 +126,6 @@ def _twice_as_wide(facts: Facts) -> str | None:
     """Refuses mixers that are not twice as wide as the model: the loader stops at them."""
     expand = facts.optional("mamba_expand") or 2
     return None if expand == 2 else f"mamba_expand is {expand}, and llama.cpp's {facts.model.arch} has 2"
-
-
-@implying(lambda file: {})
-def unlimited_steps(facts: Facts) -> str | None:
-    """Refuses limits of time steps, which the graph leaves out; transformers 5 has an object for infinity."""
-    limits = facts.settings.get("time_step_limit") or (0.0, math.inf)
-    low, high = limits
-    if not low and (not isinstance(high, int | float) or high == math.inf):
-        return None
-    return f"time_step_limit is {limits}, which llama.cpp's {facts.model.arch} leaves out"
 
 
 _COUNTS = k.together(

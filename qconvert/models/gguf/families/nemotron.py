@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.core.config_json import divide
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.families.nemotron import nemotron_kind
@@ -17,6 +16,7 @@ from qconvert.models.gguf import keys as k
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived, read_by
 from qconvert.models.gguf.families.deepseek import expert_groups
 from qconvert.models.gguf.families.llama import LLAMA, ROTATED
+from qconvert.models.gguf.families.mamba2 import Mamba2Sizes
 from qconvert.models.gguf.metadata import Metadata
 
 _KV_HEADS, _WIDTH = "attention.head_count_kv", "feed_forward_length"
@@ -135,21 +135,14 @@ def _unrotated(facts: Facts) -> Iterator[KV]:
     yield facts.flagged("rope.scaling.finetuned", value=False)
 
 
-def _conv_shape(facts: Facts) -> tuple[int, ...]:
-    states = 2 * facts.size("n_groups") * facts.size("ssm_state_size")
-    return _inner(facts) + states, facts.size("conv_kernel")
-
-
-def _by_head(facts: Facts) -> tuple[int, ...]:
-    return facts.size("mamba_num_heads"), 1
-
-
-def _of_group(facts: Facts) -> int:
-    return divide(_inner(facts), facts.size("n_groups"), "mamba_num_heads x mamba_head_dim", "n_groups")
-
-
-def _by_group(facts: Facts) -> tuple[int, ...]:
-    return facts.size("n_groups"), _of_group(facts)
+_MAMBA2 = Mamba2Sizes(
+    heads="mamba_num_heads",
+    groups="n_groups",
+    state="ssm_state_size",
+    kernel="conv_kernel",
+    inner=_inner,
+    inner_name="mamba_num_heads x mamba_head_dim",
+).roles()
 
 
 def _declaration(config: Json) -> GGUFModel:
@@ -186,13 +179,7 @@ NEMOTRON_H = GGUFModel(
     roles={
         **ROTATED,  # as the converter does, though nothing is rotated: it is the same for every pair of heads
         "norm": Written("attn_norm"),
-        "mamba.dt_bias": Written("ssm_dt", suffix=".bias"),
-        "mamba.A_log": Written("ssm_a", "minus_exp", suffix="", shape=_by_head),
-        "mamba.D": Written("ssm_d", suffix="", shape=_by_head),
-        "mamba.conv": Written("ssm_conv1d", shape=_conv_shape),
-        "mamba.in": Written("ssm_in"),
-        "mamba.norm": Written("ssm_norm", "transpose", block=_of_group, shape=_by_group),
-        "mamba.out": Written("ssm_out"),
+        **_MAMBA2,
         "mlp.router_correction": Written("exp_probs_b", suffix=".bias"),
         "mlp.latent_in": Written("ffn_latent_down"),
         "mlp.latent_out": Written("ffn_latent_up"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.core.config_json import divide
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.families.state_space import inner_width, time_step_rank
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived
-from qconvert.models.gguf.families.granite import unlimited_steps
+from qconvert.models.gguf.families.mamba2 import Mamba2Sizes, unlimited_steps
 from qconvert.models.gguf.metadata import Metadata
 
 # What the converter writes for models of state spaces, which have no context and no heads.
@@ -82,22 +81,6 @@ MAMBA = GGUFModel(
 )
 
 
-def _conv2_shape(facts: Facts) -> tuple[int, ...]:
-    return _inner(facts) + 2 * facts.size("n_groups") * facts.size("state_size"), facts.size("conv_kernel")
-
-
-def _by_head(facts: Facts) -> tuple[int, ...]:
-    return facts.size("num_heads"), 1
-
-
-def _of_group(facts: Facts) -> int:
-    return divide(_inner(facts), facts.size("n_groups"), "expand x hidden_size", "n_groups")
-
-
-def _by_group(facts: Facts) -> tuple[int, ...]:
-    return facts.size("n_groups"), _of_group(facts)
-
-
 def _read_heads(file: Metadata) -> Json:
     heads = file.size("ssm.time_step_rank")
     return {"num_heads": heads, "head_dim": max(1, file.size("ssm.inner_size") // heads)}
@@ -114,13 +97,14 @@ MAMBA2 = replace(
     ),
     roles={
         "norm": Written("attn_norm"),
-        "mamba.dt_bias": Written("ssm_dt", suffix=".bias"),
-        "mamba.A_log": Written("ssm_a", "minus_exp", suffix="", shape=_by_head),
-        "mamba.D": Written("ssm_d", suffix="", shape=_by_head),
-        "mamba.conv": Written("ssm_conv1d", shape=_conv2_shape),
-        "mamba.in": Written("ssm_in"),
-        "mamba.norm": Written("ssm_norm", "transpose", block=_of_group, shape=_by_group),
-        "mamba.out": Written("ssm_out"),
+        **Mamba2Sizes(
+            heads="num_heads",
+            groups="n_groups",
+            state="state_size",
+            kernel="conv_kernel",
+            inner=_inner,
+            inner_name="expand x hidden_size",
+        ).roles(),
     },
     checks=(*_COMPUTED, unlimited_steps),
 )
