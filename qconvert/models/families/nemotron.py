@@ -13,6 +13,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint
 from qconvert.models.families import common as c
+from qconvert.models.families.granite import mamba2_mixer
 from qconvert.models.families.llama import LLAMA
 from qconvert.models.parameters import Dimensions, Family, ParameterTemplate, ScalePair
 
@@ -78,11 +79,6 @@ def _expert_dimensions(config: Json, *, present: bool) -> dict[str, int]:
     }
 
 
-def vector(role: str, name: str) -> ParameterTemplate:
-    """Returns the template of a Mamba vector with an element for each head."""
-    return ParameterTemplate(role, MIXER + name, ("mamba_heads",), "other", suffix="")
-
-
 NEMOTRON_H = Family(
     name="Nemotron-H, Nemotron-3",
     model_types=("nemotron_h",),
@@ -90,15 +86,7 @@ NEMOTRON_H = Family(
     slots=(
         c.embedding("backbone.embeddings"),
         c.norm("norm", LAYER + "norm"),
-        vector("mamba.dt_bias", "dt_bias"),
-        vector("mamba.A_log", "A_log"),
-        vector("mamba.D", "D"),
-        ParameterTemplate(
-            "mamba.conv", MIXER + "conv1d", ("conv_rows", "one", "kernel"), "other", "use_conv_bias"
-        ),
-        c.linear("mamba.in", MIXER + "in_proj", "mamba_in_rows", "hidden", bias="use_bias"),
-        c.norm("mamba.norm", MIXER + "norm", "mamba_rows"),
-        c.linear("mamba.out", MIXER + "out_proj", "hidden", "mamba_rows", bias="use_bias"),
+        *mamba2_mixer(MIXER, bias="use_bias", conv_bias="use_conv_bias"),
         *c.attention(MIXER),
         c.linear("mlp.up", MIXER + "up_proj", "intermediate", "hidden", bias="mlp_bias"),
         c.linear("mlp.down", MIXER + "down_proj", "hidden", "intermediate", bias="mlp_bias"),
