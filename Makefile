@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(PACKAGE)
 	$(BIN)/qconvert demo
 
-# mypy takes one core for half a minute when its cache is empty, so it runs beside the suite.
+# mypy takes one core for a third of a minute when its cache is empty, so it runs beside the suite.
 test: $(INSTALLED)
 	$(MAKE) --no-print-directory --jobs 2 lint suite
 

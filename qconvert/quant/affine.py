@@ -17,7 +17,8 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
-from qconvert.quant.casts import as_kernels_read, cast, compare, first_nonfinite
+from qconvert.quant.casts import cast, compare, first_nonfinite
+from qconvert.quant.float32_panels import float32_panels
 from qconvert.quant.group_scales import group_spec
 from qconvert.quant.importance import by_groups
 from qconvert.quant.packed_codes import codes_of
@@ -85,15 +86,17 @@ def quantize_stacked(
     rows, width = block.rows_RI.shape
     shape = rows, encoding.groups(width), encoding.group_size or width
     assert shape[1] * shape[2] == width and not encoding.act_order, (encoding, width)
-    words_RI, beyond = as_kernels_read(block)
+    narrow, beyond = cast(block, DType.F32) if block.dtype is DType.F64 else (block, 0)
     assert count == 1 or not beyond, "one by one where numbers exceed float32"
     codes_RI = np.empty((rows, width), np.uint8)
     scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
     tallies_T6 = np.zeros((count, 6))
-    quantize_rows(
-        words_RI.reshape(shape), group_spec(encoding), search, by_groups(weights_I, *shape[1:]),
-        codes_RI.reshape(shape), scales_RG, zeros_RG, tallies_T6,
-    )  # fmt: skip
+    spec, importance_GP = group_spec(encoding), by_groups(weights_I, *shape[1:])
+    for run, wide_RI in float32_panels(narrow):
+        quantize_rows(
+            wide_RI.reshape(-1, *shape[1:]), run.start, spec, search, importance_GP,
+            codes_RI.reshape(shape), scales_RG, zeros_RG, tallies_T6,
+        )  # fmt: skip
     stored, _ = cast(DenseRows(scales_RG, DType.F32), encoding.scale_dtype)
     value = AffineIntRows(codes_RI, stored.rows_RI, None if encoding.symmetric else zeros_RG, encoding)
     each = rows // count

@@ -1,6 +1,6 @@
 """Quantizes and dequantizes rows in groups, compiled by numba: the inner loops of `affine`.
 
-Groups are independent, so a weight may be split into any blocks of rows. A group is widened into scratch
+Groups are independent, so a weight may be split into any blocks of rows. A group is copied into scratch
 memory padded with zeros to whole lanes: zeros quantize without error in every group.
 
 Axes: R rows, G groups, S columns of a group, P columns of a group padded to whole lanes.
@@ -36,7 +36,8 @@ _FARTHEST = np.float32((2 - 2.0**-7) * 2.0**127)
 
 @kernel
 def quantize_rows(
-    words_RGS: Any,
+    weights_RGS: Any,
+    first: Any,
     spec: Any,
     search: Any,
     importance_GP: Any,
@@ -45,25 +46,25 @@ def quantize_rows(
     zeros_RG: Any,
     tallies_T6: Any,
 ) -> None:
-    """Fills the codes, scales (as stored, in float32) and zero points of a block of rows.
+    """Fills the codes, scales (as stored, in float32) and zero points of some rows, from the `first` on.
 
-    The words are floats in the dtypes of `lanes.load`; importances are padded as the groups are. The rows are
-    those of T tensors of equal size, one below the other; to each one's tally are added: sum of squared
-    errors, sum of squared weights, largest error, largest error in steps, the number of scales above their
-    type's maximum, and the number of non-finite groups (quantized as zeros).
+    The weights are float32; importances are padded as the groups are. All rows are those of T tensors of
+    equal size, one below the other; to each one's tally are added: sum of squared errors, sum of squared
+    weights, largest error, largest error in steps, the number of scales above their type's maximum, and the
+    number of non-finite groups (quantized as zeros).
     """
-    rows, groups, size = words_RGS.shape
+    rows, groups, size = weights_RGS.shape
     padded = importance_GP.shape[1]
-    words_P, w_P = np.zeros(padded, words_RGS.dtype), np.empty(padded, np.float32)
-    codes_P, scratch = np.empty(padded, np.uint8), make_scratch(padded)
-    each = max(1, rows // len(tallies_T6))
-    for row in range(rows):
+    w_P, codes_P = np.zeros(padded, np.float32), np.empty(padded, np.uint8)
+    scratch = make_scratch(padded)
+    each = max(1, len(scales_RG) // len(tallies_T6))
+    for row in range(first, first + rows):
         tally_6 = tallies_T6[row // each]
         losses = splat(_ZERO), splat(_ZERO), splat(_ZERO), splat(_ZERO)
         for group in range(groups):
             for i in range(size):
-                words_P[i] = words_RGS[row, group, i]
-            low, high, finite = _widen(words_P, w_P)
+                w_P[i] = weights_RGS[row - first, group, i]
+            low, high, finite = _span(w_P)
             wanted, zero = _min_max_scale(low, high, spec)
             scale = stored_scale(wanted, spec)
             tally_6[4] += wanted > spec.largest
@@ -81,16 +82,11 @@ def quantize_rows(
 
 
 @routine
-def _widen(words_P: Any, w_P: Any) -> Any:
-    """Writes a group's words as float32; returns its minimum and maximum, 0 included, and whether it is
-    finite.
-
-    A group that is not finite is written as zeros.
-    """
+def _span(w_P: Any) -> Any:
+    """Returns a group's minimum and maximum, 0 included, and whether it is finite; else it becomes zeros."""
     lows = highs = flaws = splat(_ZERO)
     for i in range(0, w_P.size, LANES):
-        w = load(words_P, i)
-        store(w_P, i, w)
+        w = load(w_P, i)
         lows = where(w < lows, w, lows)
         highs = _larger(highs, w)
         flaws = flaws + (w - w)  # NaN where w is not finite

@@ -71,17 +71,6 @@ def cast_integers(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
     return DenseRows(block.rows_RI.astype(dtype.carrier), dtype), int(beyond)
 
 
-def as_kernels_read(block: DenseRows) -> tuple[np.ndarray, int]:
-    """Returns the rows, contiguous and in a dtype that `lanes.load` widens to float32 (float16 as the int16
-    of its bits), and how many numbers of a float64 block exceed float32.
-    """
-    beyond = 0
-    if block.dtype is DType.F64:
-        block, beyond = cast(block, DType.F32)
-    rows_RI = np.ascontiguousarray(block.rows_RI)
-    return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI, beyond
-
-
 def first_nonfinite(block: DenseRows) -> int:
     """Returns the flat index of the block's first NaN or Inf, -1 when every number is finite."""
     return flaw_and_peak(block)[0]

@@ -21,11 +21,12 @@ from qconvert.core.layout_traits import NEAREST, RoundingRules
 from qconvert.core.values import CodebookRows, DenseRows
 from qconvert.quant import codebook_kernels
 from qconvert.quant.affine import QuantError
-from qconvert.quant.casts import as_kernels_read, cast, first_nonfinite
+from qconvert.quant.casts import cast, first_nonfinite
 from qconvert.quant.codebook import TABLES, wide, with_tensor_number
 from qconvert.quant.codebook_kernels import FLOAT8, INT8, MAGNITUDES, MIDDLES, Table
 from qconvert.quant.codebook_search import search_scales, weighs
 from qconvert.quant.dequantize import INT8_STEP
+from qconvert.quant.float32_panels import float32_panels
 
 E4M3_MAX, E2M1_MAX = np.float32(448), np.float32(6)
 # The E4M3 code of 1/8, which compressed-tensors writes for the scale of a group of zeros.
@@ -48,8 +49,7 @@ def encode(
     (finite, not negative): it weighs errors in a search for scales where the encoding has one
     (`codebook_search.weighs`), and codes are the nearest ones.
     """
-    words_RI, _ = as_kernels_read(block)
-    width = words_RI.shape[1]
+    rows, width = block.rows_RI.shape
     if encoding.group_rows is None:
         assert whole is not None
         peaks_BG = np.full((1, 1), whole, np.float32)
@@ -59,17 +59,18 @@ def encode(
     searched = weights_I is not None and weighs(encoding)
     table = _table(encoding.table, _plain(rounding) if searched else rounding, encoding.scale_dtype)
     if weights_I is not None and searched:
-        scales_BG = search_scales(words_RI, encoding, scales_BG, divisor, factor, table, weights_I)
-    per = encoding.group_rows or len(words_RI)
-    scales_RG = np.repeat(scales_BG, per, axis=0)[: len(words_RI)]
+        scales_BG = search_scales(block, encoding, scales_BG, divisor, factor, table, weights_I)
+    scales_RG = np.repeat(scales_BG, encoding.group_rows or rows, axis=0)[:rows]
     steps_RG = with_tensor_number(wide(scales_RG, encoding.scale_dtype), divisor, factor)
     factors_RG, divide = _factors(steps_RG, encoding.table)
     if encoding.table == "int8":
         steps_RG = steps_RG * INT8_STEP
-    codes_RI = np.empty(words_RI.shape, np.uint8)
-    size = encoding.group_size or width
-    tally = codebook_kernels.encode_groups(words_RI, size, factors_RG, divide, steps_RG, table, codes_RI)
-    squared_error, squares, largest, steps = tally.tolist()
+    codes_RI, size, tally_4 = np.empty((rows, width), np.uint8), encoding.group_size or width, np.zeros(4)
+    for run, wide_RI in float32_panels(block):
+        codebook_kernels.encode_groups(
+            wide_RI, size, factors_RG[run], divide, steps_RG[run], table, codes_RI[run], tally_4
+        )
+    squared_error, squares, largest, steps = tally_4.tolist()
     nonfinite = first_nonfinite(block)
     lost = QuantError(squared_error, squares, largest, steps, block.rows_RI.size, nonfinite)
     return CodebookRows(codes_RI, scales_RG, encoding, divisor, factor=factor), lost
@@ -82,11 +83,11 @@ def needs_whole(encoding: Codebook) -> bool:
 
 def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
     """The largest finite magnitude in every block of an encoding, float32 [blocks of rows, groups]."""
-    words_RI, _ = as_kernels_read(block)
-    rows, width = words_RI.shape
+    rows, width = block.rows_RI.shape
     per = encoding.group_rows or max(1, rows)
     peaks_BG = np.zeros((-(-rows // per), encoding.groups(width)), np.float32)
-    codebook_kernels.find_peaks(words_RI, per, encoding.group_size or width, peaks_BG)
+    for run, wide_RI in float32_panels(block):
+        codebook_kernels.find_peaks(wide_RI, run.start, per, encoding.group_size or width, peaks_BG)
     return peaks_BG
 
 
@@ -194,6 +195,6 @@ def _nearest_float8(numbers_RG: np.ndarray) -> np.ndarray:
     codes_RG, ones_R1 = np.empty(numbers_RG.shape, np.uint8), np.ones((len(numbers_RG), 1), np.float32)
     table, width = _table("e4m3", NEAREST, DType.F32), numbers_RG.shape[1]
     codebook_kernels.encode_groups(
-        np.ascontiguousarray(numbers_RG), width, ones_R1, False, ones_R1, table, codes_RG
+        np.ascontiguousarray(numbers_RG), width, ones_R1, False, ones_R1, table, codes_RG, np.zeros(4)
     )
     return codes_RG

@@ -1,6 +1,6 @@
 """Finds codes of tables, compiled by numba: the inner loops of `codebook_encode`.
 
-Groups are independent, so a weight may be split into any blocks of rows. A group is widened into scratch
+Groups are independent, so a weight may be split into any blocks of rows. A group is copied into scratch
 memory padded with zeros to whole lanes.
 
 Axes: R rows, I columns, B rows of blocks, G groups of a row, P columns of a group padded to whole lanes, T
@@ -51,22 +51,21 @@ class Table(NamedTuple):
 
 
 @kernel
-def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None:
-    """Fills the largest finite magnitude of every block of `group_rows` rows and `size` columns (fewer at the
-    edges).
+def find_peaks(weights_RI: Any, first: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None:
+    """Raises the largest magnitudes of blocks to the finite ones of some rows, float32, from the `first` on.
 
-    The words are floats in the dtypes of `lanes.load`; `peaks_BG` must be zeros.
+    A block has `group_rows` rows and `size` columns, fewer at the edges.
     """
-    rows, width = words_RI.shape
+    rows, width = weights_RI.shape
     padded = -(-size // LANES) * LANES
-    words_P = np.zeros(padded, words_RI.dtype)
+    w_P = np.zeros(padded, np.float32)
     for row in range(rows):
-        block = row // group_rows
+        block = (first + row) // group_rows
         for group in range(peaks_BG.shape[1]):
-            copy_group(words_RI[row], group * size, min(size, width - group * size), words_P)
+            copy_group(weights_RI[row], group * size, min(size, width - group * size), w_P)
             largest = splat(_ZERO)
             for i in range(0, padded, LANES):
-                size_of = absolute(load(words_P, i))
+                size_of = absolute(load(w_P, i))
                 size_of = where(size_of < splat(_INFINITE), size_of, largest)
                 largest = where(size_of > largest, size_of, largest)
             peaks_BG[block, group] = max(peaks_BG[block, group], peak(largest))
@@ -74,24 +73,23 @@ def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None
 
 @kernel
 def encode_groups(
-    words_RI: Any, size: Any, factors_RG: Any, divide: Any, steps_RG: Any, table: Any, codes_RI: Any
-) -> Any:
-    """Fills the codes nearest to `words * factors`, or with `divide` to `words / factors`.
+    weights_RI: Any, size: Any, factors_RG: Any, divide: Any, steps_RG: Any, table: Any, codes_RI: Any,
+    tally_4: Any,
+) -> None:  # fmt: skip
+    """Fills the codes nearest to `weights * factors`, or with `divide` to `weights / factors`.
 
-    A code is dequantized to `numbers_T[code] * steps`. Returns a tally [4]: sum of squared errors, sum of
-    squared weights, largest error, largest error in steps.
+    The weights are float32. A code is dequantized to `numbers_T[code] * steps`. Adds to a tally: sum of
+    squared errors, sum of squared weights, largest error, largest error in steps.
     """
-    rows, width = words_RI.shape
+    rows, width = weights_RI.shape
     padded = -(-size // LANES) * LANES
-    words_P, w_P = np.zeros(padded, words_RI.dtype), np.empty(padded, np.float32)
-    t_P, codes_P = np.empty(padded, np.float32), np.empty(padded, np.uint8)
-    tally_4 = np.zeros(4, np.float64)
+    w_P, t_P, codes_P = np.empty(padded, np.float32), np.empty(padded, np.float32), np.empty(padded, np.uint8)
     for row in range(rows):
         sums = splat(_ZERO), splat(_ZERO)
         for group in range(factors_RG.shape[1]):
             count = min(size, width - group * size)
-            copy_group(words_RI[row], group * size, count, words_P)
-            _scale(words_P, w_P, factors_RG[row, group], divide, t_P)
+            copy_group(weights_RI[row], group * size, count, w_P)
+            _scale(w_P, factors_RG[row, group], divide, t_P)
             _find_codes(t_P, table, codes_P)
             for i in range(count):
                 codes_RI[row, group * size + i] = codes_P[i]
@@ -109,24 +107,22 @@ def encode_groups(
         for k in range(LANES):
             tally_4[0] += lane(sums[0], k)
             tally_4[1] += lane(sums[1], k)
-    return tally_4
 
 
 @routine
-def copy_group(words_I: Any, first: Any, count: Any, words_P: Any) -> None:
-    """Writes `count` words from `first` on to scratch memory, and zeros after them."""
+def copy_group(weights_I: Any, first: Any, count: Any, w_P: Any) -> None:
+    """Writes `count` weights from `first` on to scratch memory, and zeros after them."""
     for i in range(count):
-        words_P[i] = words_I[first + i]
-    for i in range(count, words_P.size):
-        words_P[i] = 0
+        w_P[i] = weights_I[first + i]
+    for i in range(count, w_P.size):
+        w_P[i] = _ZERO
 
 
 @routine
-def _scale(words_P: Any, w_P: Any, factor: Any, divide: Any, t_P: Any) -> None:
-    """Writes a group's words as float32, and the same scaled."""
+def _scale(w_P: Any, factor: Any, divide: Any, t_P: Any) -> None:
+    """Writes a group scaled."""
     for i in range(0, w_P.size, LANES):
-        w = load(words_P, i)
-        store(w_P, i, w)
+        w = load(w_P, i)
         if divide:
             store(t_P, i, w / factor)
         else:

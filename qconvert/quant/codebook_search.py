@@ -25,6 +25,7 @@ from qconvert.quant.casts import cast
 from qconvert.quant.codebook import wide, with_tensor_number
 from qconvert.quant.codebook_kernels import FLOAT8, INT8, INT8_ENDS, MAGNITUDES, Table, copy_group
 from qconvert.quant.dequantize import INT8_STEP
+from qconvert.quant.float32_panels import float32_panels
 from qconvert.quant.importance import by_groups
 from qconvert.quant.simd.lanes import (
     LANES,
@@ -64,7 +65,7 @@ def weighs(encoding: Codebook) -> bool:
 
 
 def search_scales(
-    words_RI: np.ndarray,
+    block: DenseRows,
     encoding: Codebook,
     scales_BG: np.ndarray,
     divisor: float | None,
@@ -74,26 +75,26 @@ def search_scales(
 ) -> np.ndarray:
     """Returns the scales of least weighted error, in the carrier and the shape of `scales_BG`.
 
-    `words_RI` are the weights as `lanes.load` reads them; `scales_BG` the scales that the layout's tool
-    takes, one for each block of `encoding.group_rows` rows; `weights_I` the importance of every column
-    (finite, at least 0).
+    `block` holds the weights; `scales_BG` the scales that the layout's tool takes, one for each block of
+    `encoding.group_rows` rows; `weights_I` the importance of every column (finite, at least 0).
     """
     assert encoding.group_rows is not None
-    per, size = encoding.group_rows, encoding.group_size or words_RI.shape[1]
+    per, size = encoding.group_rows, encoding.group_size or block.width
     importance_GP = by_groups(weights_I, scales_BG.shape[1], size)
     found_BG = np.empty_like(scales_BG)
     count = max(1, _PIECE // scales_BG.shape[1])
-    for start in range(0, len(scales_BG), count):
-        piece = slice(start, start + count)
-        words = words_RI[start * per : (start + count) * per]
-        found_BG[piece] = _search_piece(
-            words, encoding, scales_BG[piece], divisor, factor, table, size, importance_GP
-        )
+    for run, wide_RI in float32_panels(block, per):
+        for start in range(0, len(wide_RI), count * per):
+            first, weights = (run.start + start) // per, wide_RI[start : start + count * per]
+            piece = slice(first, first + -(-len(weights) // per))
+            found_BG[piece] = _search_piece(
+                weights, encoding, scales_BG[piece], divisor, factor, table, size, importance_GP
+            )
     return found_BG
 
 
 def _search_piece(
-    words_RI: np.ndarray,
+    weights_RI: np.ndarray,
     encoding: Codebook,
     scales_BG: np.ndarray,
     divisor: float | None,
@@ -109,7 +110,15 @@ def _search_piece(
     lanes_BG, fitted_BG = np.empty(scales_BG.shape, np.uint8), np.empty(scales_BG.shape, np.float32)
     unit = INT8_STEP if encoding.table == "int8" else _ONE
     choose_steps(
-        words_RI, encoding.group_rows, size, importance_GP, steps_BGC * unit, table, fits, lanes_BG, fitted_BG
+        weights_RI,
+        encoding.group_rows,
+        size,
+        importance_GP,
+        steps_BGC * unit,
+        table,
+        fits,
+        lanes_BG,
+        fitted_BG,
     )
     found_BG = np.take_along_axis(stored_BGC, lanes_BG[..., None].astype(np.intp), axis=2)[..., 0]
     return found_BG * fitted_BG if fits else found_BG
@@ -133,7 +142,7 @@ def _candidates(scales_BG: np.ndarray, encoding: Codebook) -> np.ndarray:
 
 @kernel
 def choose_steps(
-    words_RI: Any,
+    weights_RI: Any,
     group_rows: Any,
     size: Any,
     importance_GP: Any,
@@ -149,9 +158,9 @@ def choose_steps(
     of the candidates as they are, and the factor is 1. Where no error is finite, or the first candidate is
     exact, it stays.
     """
-    rows, width = words_RI.shape
+    rows, width = weights_RI.shape
     padded = importance_GP.shape[1]
-    words_P, numbers_P = np.zeros(padded, words_RI.dtype), np.empty(padded, np.float32)
+    w_P, numbers_P = np.zeros(padded, np.float32), np.empty(padded, np.float32)
     for block in range(lanes_BG.shape[0]):
         for group in range(lanes_BG.shape[1]):
             count = min(size, width - group * size)
@@ -160,9 +169,9 @@ def choose_steps(
             inverse = _ONE / ratios
             sums = splat(_ZERO), splat(_ZERO), splat(_ZERO)
             for row in range(block * group_rows, min(rows, (block + 1) * group_rows)):
-                copy_group(words_RI[row], group * size, count, words_P)
+                copy_group(weights_RI[row], group * size, count, w_P)
                 for i in range(0, padded, LANES):
-                    store(numbers_P, i, load(words_P, i) * unit)
+                    store(numbers_P, i, load(w_P, i) * unit)
                 sums = _add_errors(numbers_P, importance_GP[group], count, inverse, table, sums)
             squares, products, codes = sums
             shift = splat(_ZERO)

@@ -195,7 +195,9 @@ def _round_nearest(rows: Any) -> None:
             end = min(width, (g + 1) * rows.group)
             for column in range(g * rows.group, end, LANES):
                 count = min(LANES, end - column)
-                w[:count] = rows.w_RI[row, column : column + count]
+                for i in range(count):
+                    w[i] = rows.w_RI[row, column + i]
                 code, _ = nearest_point(load(w, 0), step, shift, rows.points, scratch)
                 store(codes, 0, code)
-                rows.codes_RI[row, column : column + count] = codes[:count]
+                for i in range(count):
+                    rows.codes_RI[row, column + i] = codes[i]

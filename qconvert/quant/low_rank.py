@@ -58,7 +58,8 @@ def _add_products(w_RI: Any, left_RK: Any, right_KI: Any, scale: Any) -> None:
         tile = (count + ROWS - 1) // ROWS * ROWS
         panel[:] = 0
         for k in range(rank):
-            panel[k * tile : k * tile + count] = right_KI[k, first : first + count]
+            for i in range(count):
+                panel[k * tile + i] = right_KI[k, first + i]
         for row in range(0, rows, COLUMNS):
             for c in range(COLUMNS):
                 starts[c] = min(row + c, rows - 1) * rank

@@ -1,7 +1,7 @@
 """Dispatches rows to the kernel that encodes blocks of their GGML type, and counts overflowed scales.
 
-A kernel takes the flat array of whole rows, in the dtype of their carrier, and the flat array of bytes; a
-weighted kernel also the importance of every column. Types without one ignore importance, as llama-quantize
+A kernel takes the flat array of whole rows, in float32, and the flat array of bytes; a weighted kernel also
+the importance of every column. Types without one ignore importance, as llama-quantize
 does.
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 from qconvert.core.dtypes import DType
 from qconvert.core.ggml_types import GGMLType
 from qconvert.core.values import DenseRows
-from qconvert.quant.casts import as_kernels_read, cast
+from qconvert.quant.casts import cast
+from qconvert.quant.float32_panels import float32_panels
 from qconvert.quant.ggml import (
     float4,
     iq1,
@@ -101,16 +102,25 @@ def encode_rows(block: DenseRows, type_name: str, *, importance_I: np.ndarray | 
     if width % kind.block:
         raise ValueError(f"rows of {width} elements are not divisible by the block of {kind.block}")
     bytes_RB = np.empty((rows, width // kind.block * kind.block_bytes), np.uint8)
-    flat, out = as_kernels_read(block)[0].reshape(-1), bytes_RB.reshape(-1)
-    if importance_I is not None and encoder.weighted is not None:
+    encode = _kernel(encoder, type_name, importance_I, width)
+    for run, wide_RI in float32_panels(block):
+        encode(wide_RI.reshape(-1), bytes_RB[run].reshape(-1))
+    return bytes_RB
+
+
+def _kernel(
+    encoder: _Encoder, type_name: str, importance_I: np.ndarray | None, width: int
+) -> Callable[[np.ndarray, np.ndarray], None]:
+    """Returns what encodes flat rows to flat bytes, with the importance where the type heeds it."""
+    weighted = encoder.weighted
+    if importance_I is not None and weighted is not None:
         if importance_I.shape != (width,):
             raise ValueError(f"importance of shape {importance_I.shape} for rows of {width} elements")
-        encoder.weighted(flat, np.ascontiguousarray(importance_I, np.float32), out)
-    elif encoder.plain is not None:
-        encoder.plain(flat, out)
-    else:
+        wide_I = np.ascontiguousarray(importance_I, np.float32)
+        return lambda rows, out: weighted(rows, wide_I, out)
+    if encoder.plain is None:
         raise ValueError(f"{type_name} needs the importance of every column")
-    return bytes_RB
+    return encoder.plain
 
 
 def overflowed(block: DenseRows, bytes_RB: np.ndarray, type_name: str, peak: float) -> int:

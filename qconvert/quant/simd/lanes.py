@@ -54,7 +54,8 @@ def _find_by_name(cache: Any, function: Callable[..., Any]) -> None:
 def kernel(function: Callable[..., Any], *, by_name: bool = False) -> Any:
     """Compiles an entry point: releases the GIL, is cached on disk, divides by zero as C does.
 
-    With `by_name`, its name says what its closure holds.
+    With `by_name`, its name says what its closure holds. Arrays are copied to parts of others in loops: for
+    `a[:n] = b` numba compiles the words of an error, which takes 2 seconds.
     """
     compiled = partial(njit, nogil=True, error_model="numpy")
     try:

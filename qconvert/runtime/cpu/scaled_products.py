@@ -72,7 +72,8 @@ def _multiply_share(linears, kind, group, x, tokens, y, rank, size):  # type: ig
         first = min(PANEL * p, rows - PANEL)
         for row in range(PANEL):
             _take_row(linear, kind, first + row, group, own, plain[row].ctypes.data)
-            scales[:, row] = own[0, :groups]
+            for g in range(groups):
+                scales[g, row] = own[0, g]
         lay_panel(plain.ctypes.data, 2 * width, width // 2, panel.ctypes.data)
         out = y + 4 * first
         laid, of_w = panel.ctypes.data, scales.ctypes.data
