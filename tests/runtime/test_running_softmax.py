@@ -89,7 +89,7 @@ def test_threads_change_no_bit(use_threads: None) -> None:
     assert len(digests_by_threads(digest)) == 1
 
 
-@pytest.mark.parametrize("choice", processor.instruction_sets())
+@pytest.mark.parametrize("choice", processor.instruction_sets()[:-1])
 def test_instruction_sets_change_no_bit(choice: str, digest_with: Callable[[str, str], str]) -> None:
     assert digest_with(choice, "running_softmax") == digest()
 
