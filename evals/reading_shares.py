@@ -25,7 +25,6 @@ _REST = "rest"
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (Linear, "__call__", "linears"),
     (PackedGrid, "rows", "dequantization"),
-    (layer, "attend", "attention"),
     (layer, "attend_widened", "attention"),
     (Norm, "__call__", "norms"),
     (CompiledSoftmax, "fold", "losses"),

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.core.activations import INT8_GROUPS
-from qconvert.runtime.attention import Temperature, attend, attend_widened, by_head
+from qconvert.runtime.attention import Temperature, attend_widened, by_head
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import Experts
 from qconvert.runtime.cpu.row_passes import passes_rows, rotate_rows, rotates_whole, swiglu_rows
@@ -99,7 +99,7 @@ class Attention:
     def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         """What the output projection reads: the values of all heads as they attend, [B, T, H E]."""
         q, k, v = fan_out(x_BTD, self.qkv, self.widths)
-        fast = self.o.inputs == INT8_GROUPS and passes_rows(x_BTD, self.head_dim)
+        many = passes_rows(x_BTD, self.head_dim)
         gate_BTI = None
         if self.gated:
             q, gate_BTI = (half.flatten(-2) for half in by_head(q, self.heads).chunk(2, dim=-1))
@@ -110,7 +110,7 @@ class Attention:
             cos_TR, sin_TR = rotations[self.rope]
             if self.interleaved:
                 q, k = (apart(part, cos_TR.shape[-1]) for part in (q, k))
-            turn = rotate_rows if fast and rotates_whole(q, cos_TR) else rotate
+            turn = rotate_rows if many and rotates_whole(q, cos_TR) else rotate
             q, k = turn(q, cos_TR, sin_TR), turn(k, cos_TR, sin_TR)
         if self.rotated_norm is not None:
             q, k = self.rotated_norm(q), self.rotated_norm(k)
@@ -120,8 +120,7 @@ class Attention:
         if cache is not None:
             k_BKTE, v_BKTE = cache.extend(self.layer, k_BKTE, v_BKTE)
         rules = self.window, self.scale, self.cap, self.sinks_H, self.chunked
-        mix = attend_widened if fast else attend
-        y_BHTE = mix(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
+        y_BHTE = attend_widened(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
         y_BTI = y_BHTE.transpose(1, 2).flatten(-2)
         return y_BTI if gate_BTI is None else y_BTI * torch.sigmoid(gate_BTI)
 
@@ -177,8 +176,8 @@ class Mlp:
         """What `down` reads: the activation of `gate` and `up`."""
         width = self.down.weight.shape[1]
         gate, up = fan_out(x, self.gate_up, (width, width))
-        fast = self.activation is swiglu and self.down.inputs == INT8_GROUPS
-        return (swiglu_rows if fast and passes_rows(gate, width) else self.activation)(gate, up)
+        many = self.activation is swiglu and passes_rows(gate, width)
+        return (swiglu_rows if many else self.activation)(gate, up)
 
 
 @dataclass(frozen=True, slots=True)

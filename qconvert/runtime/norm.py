@@ -16,20 +16,18 @@ class Norm:
     """`x / rms(x) * weight` over the last dimension: float32 inside, rounded once.
 
     `centred` subtracts the mean first (a layer norm); without a weight nothing is multiplied. A weight of
-    another dtype than x is multiplied by before rounding. `compiled`: many rows in one pass, whose sums of
-    squares differ from torch's in the last digit.
+    another dtype than x is multiplied by before rounding.
     """
 
     weight: Tensor | None
     eps: float
     centred: bool = False
     tap: Tap | None = None
-    compiled: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.tap is not None and self.tap.observers:
             self.tap.show(x)
-        if self.compiled and self.is_plain and self.weight is not None and passes_rows(x, x.shape[-1]):
+        if self.is_plain and self.weight is not None and passes_rows(x, x.shape[-1]):
             return normalise_rows(x, self.weight, self.eps)
         if self.is_plain and self.weight is not None and self.weight.dtype == x.dtype:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qconvert.core.activations import INT8_GROUPS
 from qconvert.core.values import Value
 from qconvert.errors import CorruptCheckpoint
 from qconvert.runtime.config import DecoderConfig
@@ -159,12 +158,7 @@ class PlacedWeights:
         elif not weightless and role != "final_norm":
             return None
         tap = Tap(InputKey((role,), i), self.observers.norms)
-        return Norm(weight, self.config.norm_eps, graph.layer_norm, tap, self.reads_fast(i))
-
-    def reads_fast(self, i: int | None) -> bool:
-        """Whether inputs of a layer's linears, or of the head, are rounded for speed."""
-        roles = ("lm_head",) if i is None else ("attn.o", "mlp.down", "mlp.experts.0.down")
-        return any(self.inputs(role, i) == INT8_GROUPS for role in roles)
+        return Norm(weight, self.config.norm_eps, graph.layer_norm, tap)
 
     def parameter(self, role: str, i: int | None, dtype: torch.dtype | None = None) -> Tensor:
         """A weight that is no matrix, in the shape that the architecture has."""

@@ -1,7 +1,8 @@
-"""Computes what fast reading does between products: SwiGLU, RMS norms and rotations, each in one pass.
+"""Computes what reading does between products: SwiGLU, RMS norms and rotations, each in one pass.
 
-Rows are bfloat16, numbers inside float32, rounded once at the end; threads take rows. (Of float32 rows,
-torch's SwiGLU is as fast.) Legend: N rows, W columns, B batch, T positions, H heads, E head dimensions.
+Rows are bfloat16, numbers inside float32, rounded once at the end (torch rounds `silu(gate) * up` twice);
+threads take rows. (Of float32 rows, torch's SwiGLU is as fast.) Legend: N rows, W columns, B batch,
+T positions, H heads, E head dimensions.
 """
 
 from __future__ import annotations
