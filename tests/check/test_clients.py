@@ -22,6 +22,7 @@ FIGURES: Json = json.loads(clients.RESULTS.read_text(encoding="utf-8"))
 SMALL = {
     "vllm": ("gptq int4", 0.01),
     "transformers": ("compressed-tensors int4", 1e-5),
+    "transformers-4": ("hqq int4-asym-g64", 1e-5),
     "gptqmodel": ("gptq_v2 int4-asym", 0.01),
     "mlx-lm": ("mlx int4-g64", 0.08),
     "llama.cpp": ("gguf q8_0", 0.05),
