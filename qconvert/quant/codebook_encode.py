@@ -5,7 +5,7 @@ and `int8_vectorwise_quant` in bitsandbytes 0.50, whose bytes this reproduces); 
 / 448, the largest E4M3 number, so that it is met exactly (the published recipe of block-scaled FP8
 checkpoints). Where tools differ over one encoding, the traits of a layout say how its own round.
 
-Axes as in `table_kernels`.
+Axes as in `codebook_kernels`.
 """
 
 from __future__ import annotations
