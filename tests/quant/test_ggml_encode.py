@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -22,25 +21,24 @@ from qconvert.quant.ggml import (
     ENCODED,
     decode_rows,
     encode_rows,
-    iq3,
     iq4,
-    kquants_affine,
     kquants_symmetric,
     overflowed,
 )
 from qconvert.quant.ggml.lattices import lattice
 from tests.support.ggml_blocks import WIDTH, bf16, f32, importances, kinds, misplaced
 from tests.support.llama_blocks import FILE_TYPES, SLOW_TABLES, assert_blocks_of_llama_cpp, file_of_kinds
+from tests.support.llama_low_bits import BLOCKS, digest
 
 # SHA-256 (first 16 digits) of what ggml-quants.c at llama.cpp commit 0c1e57098, compiled by gcc 12 with -O3
 # for x86-64, makes of `kinds()` one after the other, without and with `importances()`. (Of IQ3_S without the
 # blocks of `misplaced`.)
 RECORDED = {
     "IQ1_M": ("23babeb473e5ebf5", "7757cdd2fe24111a"),
-    "IQ1_S": (None, "032821fc98e4cf77"),
-    "IQ2_S": ("730d394c49ccbeab", "857622b3dfd8839e"),
-    "IQ2_XS": (None, "08575618dd76a871"),
-    "IQ2_XXS": (None, "4b8fd534a1603542"),
+    "IQ1_S": (None, BLOCKS["IQ1_S"]),
+    "IQ2_S": ("730d394c49ccbeab", BLOCKS["IQ2_S"]),
+    "IQ2_XS": (None, BLOCKS["IQ2_XS"]),
+    "IQ2_XXS": (None, BLOCKS["IQ2_XXS"]),
     "IQ3_S": ("f70774ac0c96da5d", "70c1ef2ef8546522"),
     "IQ3_XXS": ("35219c437f1906bb", "4044886465490e06"),
     "IQ4_NL": ("0f5cad64912eb372", "f56314fea24c2f5c"),
@@ -64,10 +62,6 @@ RECORDED = {
 }
 
 
-def digest(pieces: list[np.ndarray]) -> str:
-    return hashlib.sha256(b"".join(piece.tobytes() for piece in pieces)).hexdigest()[:16]
-
-
 def test_every_encoder_has_a_record() -> None:
     assert set(RECORDED) == ENCODED == WRITTEN
 
@@ -80,7 +74,7 @@ def digest_of(name: str, importance_I: np.ndarray | None) -> str | None:
         bytes_RB = encode_rows(f32(x), name, importance_I=importance_I)
         blocks_NB = bytes_RB.reshape(-1, GGMLType[name].block_bytes)
         pieces.append(blocks_NB[~misplaced(x)] if name == "IQ3_S" else blocks_NB)
-    return digest(pieces)
+    return digest(piece.tobytes() for piece in pieces)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
@@ -89,7 +83,7 @@ def test_recorded_bytes(name: str) -> None:
 
 
 # In May 2026, when the wheel's llama.cpp was written, IQ1_M was summed in another order, and Q1_0, Q2_0 and
-# NVFP4 were no files. Those whose tables take it seconds are in tests/gguf/test_gguf_low_bits.py.
+# NVFP4 were no files. Blocks of those whose tables take it seconds are in RECORDED.
 REFUSED = WEIGHED | {"IQ2_S", "IQ3_XXS"}  # without an importance matrix
 COMPARED = sorted(FILE_TYPES.keys() - SLOW_TABLES)
 
@@ -212,17 +206,11 @@ def test_what_does_not_fit_is_refused() -> None:
             encode_rows(block, name)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [kquants_affine.encode_affine_weighted, kquants_symmetric.encode_q6_k, iq4.encode_iq4_nl, iq3._encode],
-)
+@pytest.mark.parametrize("kernel", [kquants_symmetric.encode_q6_k, iq4.encode_iq4_nl])
 def test_nothing_is_fused(kernel: Any) -> None:
     """A fused multiply-add rounds once where C rounds twice. (Code from the cache shows no assembly.)"""
     fresh = njit(nogil=True, error_model="numpy")(kernel.py_func)
-    rows, out, importance = np.zeros(256, np.uint16), np.zeros(256, np.uint8), np.zeros(256, np.float32)
-    takes = {"bits": 4, "rows": rows, "out": out, "importance": importance}
-    takes |= {"even": False, "width": 256, "points": lattice("IQ3_S")}
-    fresh(*(takes[name] for name in inspect.signature(kernel.py_func).parameters))
+    fresh(np.zeros(256, np.float32), np.zeros(256, np.uint8))
     (assembly,) = fresh.inspect_asm().values()
     assert "mulps" in assembly or "fmul" in assembly
     assert not re.search(r"\bv?fn?m(add|sub|la|ls)", assembly)

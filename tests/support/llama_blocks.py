@@ -36,7 +36,8 @@ FILE_TYPES = {
     "TQ2_0": 37,
     "MXFP4": 38,
 }
-# llama.cpp makes their tables once in every process, IQ1_S's in 8 s, those of all four in 15 s.
+# llama.cpp makes their tables once in every process, IQ1_S's in 8 s, those of all four in 15 s: what it
+# writes is recorded in llama_low_bits.py.
 SLOW_TABLES = frozenset({"IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS"})
 
 
@@ -59,25 +60,31 @@ def file_of_kinds(path: Path) -> Path:
     return path
 
 
-def assert_blocks_of_llama_cpp(name: str, source: Path, *, weighted: bool) -> None:
-    """Our blocks of this type are those that llama-quantize makes of a `file_of_kinds`."""
+def blocks_of_llama_cpp(name: str, source: Path, *, weighted: bool) -> dict[str, np.ndarray]:
+    """Returns the bytes of rows that llama-quantize makes of a `file_of_kinds`, by the kind of numbers."""
     from gguf import GGUFReader
 
-    names = [f"blk.{layer}.ffn_up.weight" for layer in range(len(kinds()))]
+    names = {f"blk.{layer}.ffn_up.weight": kind for layer, kind in enumerate(kinds())}
     imatrix = dict.fromkeys(names, importances()) if weighted else None
     out = source.with_name(f"{name}.gguf")
     quantize_as_llama_cpp(source, out, FILE_TYPES[name], pure=True, imatrix=imatrix)
-    tensors = {tensor.name: tensor for tensor in GGUFReader(out).tensors}
-    for tensor_name, (kind, x) in zip(names, kinds().items(), strict=True):
-        written = tensors[tensor_name]
-        assert written.tensor_type == GGMLType[name].number
+    tensors = {names[tensor.name]: tensor for tensor in GGUFReader(out).tensors}
+    assert {tensor.tensor_type for tensor in tensors.values()} == {GGMLType[name].number}
+    return {kind: tensors[kind].data for kind in kinds()}
+
+
+def assert_blocks_of_llama_cpp(name: str, source: Path, *, weighted: bool) -> None:
+    """Our blocks of this type are those that llama-quantize makes of a `file_of_kinds`."""
+    theirs = blocks_of_llama_cpp(name, source, weighted=weighted)
+    for kind, x in kinds().items():
+        written = theirs[kind]
         ours = encode_rows(f32(x), name, importance_I=importances() if weighted else None)
-        same_N = (ours == written.data).reshape(-1, GGMLType[name].block_bytes).all(axis=1)
+        same_N = (ours == written).reshape(-1, GGMLType[name].block_bytes).all(axis=1)
         differing_N = misplaced(x) if name == "IQ3_S" else np.zeros(len(same_N), bool)
         assert same_N[~differing_N].all(), kind
         if differing_N.sum() > 10:  # see iq3.py: what follows the zeros is decoded as other elements
             x_NI = x.reshape(-1, 256)[differing_N]
             ours_NI, theirs_NI = (
-                decode_rows(rows, name, WIDTH).reshape(-1, 256)[differing_N] for rows in (ours, written.data)
+                decode_rows(rows, name, WIDTH).reshape(-1, 256)[differing_N] for rows in (ours, written)
             )
             assert np.abs(ours_NI - x_NI).sum() < 0.3 * np.abs(theirs_NI - x_NI).sum(), kind
