@@ -13,13 +13,17 @@ from tests.support.adapters import numbers, opened
 from tests.support.commands import qconvert
 from tests.support.models import HEAD, tiny
 
-peft = pytest.importorskip("peft")
+
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    """Imported by whoever runs these tests, for 3 s, not by whoever collects them."""
+    return pytest.importorskip("peft")
 
 
 @pytest.mark.parametrize(
     "how", ["lora", "rslora", "dora", "embedding", "pattern", "bias", "whole head", "tokens"]
 )
-def test_peft_computes_the_same(tmp_path: Path, how: str) -> None:
+def test_peft_computes_the_same(tmp_path: Path, peft: Any, how: str) -> None:
     """Its own adapters, written and merged by it, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -55,7 +59,7 @@ def test_peft_computes_the_same(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["lora of embedding", "lora of head", "whole embedding", "new words", "tokens"]
 )
-def test_a_tied_model_is_what_was_trained(tmp_path: Path, how: str) -> None:
+def test_a_tied_model_is_what_was_trained(tmp_path: Path, peft: Any, how: str) -> None:
     """The adapter beside its base, not merged, says what that is: PEFT's merging changes a tied head, too."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -89,7 +93,7 @@ def test_a_tied_model_is_what_was_trained(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("how", ["all-linear", "patterns"])
-def test_products_of_all_experts(tmp_path: Path, family: str, how: str) -> None:
+def test_products_of_all_experts(tmp_path: Path, peft: Any, family: str, how: str) -> None:
     """With transformers 5, PEFT changes stacks of experts, of which files have single matrices."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
