@@ -111,7 +111,10 @@ def left_plain(modules: object) -> Callable[[ModelTensor], bool]:
     model of 93,000 tensors has 120 names in it.
     """
     names = [n for n in modules if isinstance(n, str) and n] if isinstance(modules, list) else []
-    runs, longest = frozenset(names), max((name.count(".") + 1 for name in names), default=0)
+    runs: dict[str, set[int]] = {}  # how many parts names have, by their first
+    for name in names:
+        runs.setdefault(name.split(".", 1)[0], set()).add(name.count(".") + 1)
+    whole = frozenset(names)
     globs = [name.rstrip("*") for name in names if "*" in name]
     beginnings = tuple(name for name in globs if not {"*", "?"} & set(name))
     patterns = [
@@ -124,9 +127,9 @@ def left_plain(modules: object) -> Callable[[ModelTensor], bool]:
             return True
         parts = module.split(".")
         return any(
-            ".".join(parts[first:end]) in runs
-            for first in range(len(parts))
-            for end in range(first + 1, min(first + longest, len(parts)) + 1)
+            ".".join(parts[first : first + count]) in whole
+            for first, part in enumerate(parts)
+            for count in runs.get(part, ())
         )
 
     return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -122,9 +123,15 @@ def test_published_sizes_of_quantized_models(assets: Path, tmp_path: Path) -> No
 def test_settings_of_published_models_name_the_right_modules(
     assets: Path, name: str, role: str, form: list[str]
 ) -> None:
-    config = assets / "metadata" / "configs" / f"{name}_config.json"
-    rows = qconvert("inspect", config, "--json").json["rows"]
+    rows = inspected(assets / "metadata" / "configs" / f"{name}_config.json")
     assert next(row["forms"] for row in rows if row["role"] == role) == form
+
+
+@lru_cache
+def inspected(config: Path) -> list[dict[str, object]]:
+    """What is said of the roles of a model; several tests look at the largest."""
+    rows: list[dict[str, object]] = qconvert("inspect", config, "--json").json["rows"]
+    return rows
 
 
 def test_what_a_config_does_not_tell_is_said(assets: Path) -> None:
