@@ -14,12 +14,13 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from qconvert.checkpoint.network import Aborted, Network
 from qconvert.checkpoint.remote_bytes import RemoteBytes
+from qconvert.core.large_pages import in_large_pages
 
 LARGEST_WINDOW = 32 << 20
 _SMALLEST_WINDOW = 256 << 10
@@ -106,15 +107,6 @@ def _joins(last: Window, begin: int, largest: int, read_before: list[int], block
     return (
         begin - last.end <= last.size // _GAP_SHARE and begin < last.begin + largest and apart <= 2 * largest
     )
-
-
-def _memory(size: int) -> mmap.mmap:
-    """Memory that is given back to the system when it is closed, in large pages where there are any."""
-    found = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with suppress(OSError):
-            found.madvise(mmap.MADV_HUGEPAGE)
-    return found
 
 
 class Windows:
@@ -262,8 +254,8 @@ class Windows:
         while (window := self._admitted()) is not None:
             file = self._files[window.file]
             assert file is not None
-            window.bytes_ = _memory(window.size)
             try:
+                window.bytes_ = in_large_pages(window.size)
                 with memoryview(window.bytes_) as buffer:
                     file.fetch(buffer, window.begin)
             except BaseException as error:

@@ -21,6 +21,7 @@ from qconvert.errors import BadRecipe
 from qconvert.quant.packed_codes import codes_of
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.packed_weights import pack_grid
+from qconvert.runtime.cpu.weight_memory import LARGE_BY_ITSELF, Allocate, one_by_one
 from qconvert.runtime.cuda.packing import mma_weight
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.linear import Table, Weight
@@ -108,7 +109,13 @@ def place_rows(value: Value, device: torch.device, dtype: torch.dtype) -> Readab
     return EncodedWeight(value, value.width, device, dtype)
 
 
-def place_weight(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Weight:
+def place_weight(
+    value: Value,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout,
+    allocate: Allocate = one_by_one,
+) -> Weight:
     """A whole weight: for speed, in the layout of the device's kernels.
 
     The reference layout stands for what they cannot hold.
@@ -117,19 +124,39 @@ def place_weight(value: Value, device: torch.device, dtype: torch.dtype, layout:
         packed = mma_weight(value, device)
         if packed is not None:
             return packed
-    return place_table(value, device, dtype, layout)
+    return place_table(value, device, dtype, layout, allocate)
 
 
-def place_table(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Table:
-    """A whole weight whose rows can be read too; for speed, in the layout of the CPU's kernels."""
+def place_table(
+    value: Value,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout,
+    allocate: Allocate = one_by_one,
+) -> Table:
+    """A whole weight whose rows can be read too; for speed, in the layout of the CPU's kernels.
+
+    Those are made in memory that `allocate` gives.
+    """
     if layout is Layout.DENSE:
         return decoded(place_rows(value, device, dtype))
     if layout is Layout.REFERENCE or device.type != "cpu" or available(device):
         return place_rows(value, device, dtype)
     fills_lanes = value.width % LANES == 0  # which the kernel reads whole
     if isinstance(value, DenseRows) and value.dtype is DType.BF16 and dtype == torch.float32 and fills_lanes:
-        return DenseWeight(as_tensor(value.rows_RI, DType.BF16), dtype)
-    return pack_grid(value, dtype) or place_rows(value, device, dtype)
+        return DenseWeight(_copied(as_tensor(value.rows_RI, DType.BF16), allocate), dtype)
+    packed = pack_grid(value, dtype, allocate)
+    if packed is not None:
+        return packed
+    placed = place_rows(value, device, dtype)
+    return DenseWeight(_copied(placed.w_OI, allocate)) if isinstance(placed, DenseWeight) else placed
+
+
+def _copied(w_OI: Tensor, allocate: Allocate) -> Tensor:
+    """The same numbers in memory that is allocated so, unless they are so many that it does not matter."""
+    if allocate is one_by_one or w_OI.nbytes >= LARGE_BY_ITSELF:
+        return w_OI
+    return allocate(w_OI.numel(), w_OI.dtype).view(w_OI.shape).copy_(w_OI)
 
 
 def decoded(weight: Readable) -> DenseWeight:

@@ -10,6 +10,7 @@ import torch
 
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cpu.decode_step import cpu_step
+from qconvert.runtime.cpu.weight_memory import WeightMemory, one_by_one
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.device_layout import Layout, find_device, place_table, preferred_dtype
 from qconvert.runtime.head import rounded_head
@@ -46,7 +47,9 @@ def load_decoder(
     """
     device = find_device(device)
     dtype = dtype or preferred_dtype(device)
-    loader = LayerBuilder(config, weights, device, dtype, layout, inputs, streaming)
+    # Layers that are not kept give their memory back one by one.
+    allocate = one_by_one if on_demand else WeightMemory()
+    loader = LayerBuilder(config, weights, device, dtype, layout, inputs, streaming, allocate)
     embed = loader.table("embed")
     if embed is None:
         raise missing_weight("embed", None, "weight")
@@ -55,7 +58,7 @@ def load_decoder(
         raise missing_weight("lm_head", None, "weight")
     head = embed if stored is None else stored
     if head_bits is not None:
-        head = place_table(rounded_head(head, head_bits), device, torch.float32, layout)
+        head = place_table(rounded_head(head, head_bits), device, torch.float32, layout, allocate)
     local = config.local_rope
     norm = loader.norm("final_norm", None, scale=config.logit_scale)
     assert norm is not None

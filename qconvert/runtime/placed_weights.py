@@ -15,6 +15,7 @@ from torch import Tensor
 from qconvert.core.values import Value
 from qconvert.errors import CorruptCheckpoint
 from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cpu.weight_memory import Allocate, one_by_one
 from qconvert.runtime.device_layout import Layout, place_table, place_vector, place_weight, stack
 from qconvert.runtime.linear import Linear, Table, Weight
 from qconvert.runtime.norm import Norm
@@ -44,6 +45,7 @@ class PlacedWeights:
     layout: Layout
     inputs: Inputs
     streaming: Streaming = Streaming.NOTHING
+    allocate: Allocate = one_by_one
     observers: Observers = field(default_factory=Observers)
 
     def stacked(self, fused: str, i: int, roles: Sequence[str]) -> tuple[Linear, ...]:
@@ -91,7 +93,9 @@ class PlacedWeights:
         if self.streaming is not Streaming.NOTHING:
             return self.stream(role, None)
         value = self.find(role, None)
-        return None if value is None else place_table(value, self.device, self.dtype, self.layout)
+        if value is None:
+            return None
+        return place_table(value, self.device, self.dtype, self.layout, self.allocate)
 
     def stream(self, role: str, i: int | None, members: Sequence[str] = ()) -> StreamedWeight | None:
         """A weight, or the fused one of all members, that is read whenever it is needed."""
@@ -109,7 +113,7 @@ class PlacedWeights:
         return Tap(InputKey(groups, i, int(expert[1]) if expert else None), self.observers.linears)
 
     def place(self, value: Value) -> Weight:
-        return place_weight(value, self.device, self.dtype, self.layout)
+        return place_weight(value, self.device, self.dtype, self.layout, self.allocate)
 
     def value(self, role: str, i: int | None) -> Value:
         value = self.find(role, i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,15 @@ def test_memory_is_bounded() -> None:
 def test_a_failure_reaches_whoever_waits() -> None:
     with pytest.raises(SourceUnavailable, match="gone"):
         carry_out(rows(0, 0, 4000, 100), 1000, 3, [Bytes(0, fail_at=2000)])
+
+
+def test_memory_that_the_system_does_not_give_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(module, "in_large_pages", refused)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        carry_out(rows(0, 0, 2000, 100), 1000, 2, [Bytes(0)])
 
 
 def test_an_abort_wakes_whoever_waits() -> None:

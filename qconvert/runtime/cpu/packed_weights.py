@@ -25,6 +25,7 @@ from qconvert.runtime.cpu.packed_spec import Levels, Recipe, recipe_for
 from qconvert.runtime.cpu.products import multiply_few
 from qconvert.runtime.cpu.row_decoding import decode_rows
 from qconvert.runtime.cpu.simd import BLOCK, PART
+from qconvert.runtime.cpu.weight_memory import Allocate, one_by_one
 from qconvert.runtime.storage import as_tensor, multiply_decoded
 
 _PACKED_CODES = 1 << 20
@@ -178,7 +179,7 @@ class PackedGrid:
         return args
 
 
-def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
+def pack_grid(value: Value, dtype: torch.dtype, allocate: Allocate = one_by_one) -> PackedGrid | None:
     """A quantized weight in the layout of the kernels, packed some rows at a time.
 
     None for forms that are no grid (lattices, columns in activation order), groups that are no multiple
@@ -194,9 +195,11 @@ def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
         return None
     order = {"int4": _pack_int4, "table4": _pack_int4, "int6": _pack_int6}.get(recipe.kind, np.asarray)
     padded = (width + BLOCK - 1) // BLOCK * BLOCK
-    codes_OB = torch.empty(rows, padded * _BITS.get(recipe.kind, 8) // 8, dtype=torch.uint8)
-    scales, mins = _room(first.scales, rows), None if first.mins is None else _room(first.mins, rows)
-    zeros_OG = None if first.zeros_RG is None else _slack(rows, first.zeros_RG.shape[1], torch.int8)
+    row_bytes = padded * _BITS.get(recipe.kind, 8) // 8
+    codes_OB = allocate(rows * row_bytes, torch.uint8).view(rows, row_bytes)
+    scales = _room(first.scales, rows, allocate)
+    mins = None if first.mins is None else _room(first.mins, rows, allocate)
+    zeros_OG = None if first.zeros_RG is None else _slack(rows, first.zeros_RG.shape[1], torch.int8, allocate)
 
     def pack(start: int) -> None:
         block = slice(start, start + step)
@@ -221,17 +224,18 @@ def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
     return PackedGrid(codes_OB, scales, mins, zeros_OG, recipe, table, unit, width, dtype)
 
 
-def _slack(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def _slack(rows: int, columns: int, dtype: torch.dtype, allocate: Allocate) -> Tensor:
     """An array with some numbers behind it, which the kernels may read and make nothing of."""
-    return torch.zeros(rows * columns + LANES, dtype=dtype)[: rows * columns].view(rows, columns)
+    return allocate(rows * columns + LANES, dtype).zero_()[: rows * columns].view(rows, columns)
 
 
-def _room(levels: Levels, rows: int) -> GroupNumbers:
+def _room(levels: Levels, rows: int, allocate: Allocate) -> GroupNumbers:
     types = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.I8: torch.int8}
-    stored_OG = _slack(rows, levels.stored_RG.shape[1], types.get(levels.dtype, torch.float32))
+    dtype = types.get(levels.dtype, torch.float32)
+    stored_OG = _slack(rows, levels.stored_RG.shape[1], dtype, allocate)
     if levels.super_RS is None:
         return GroupNumbers(stored_OG)
-    return GroupNumbers(stored_OG, _slack(rows, levels.super_RS.shape[1], torch.float32))
+    return GroupNumbers(stored_OG, _slack(rows, levels.super_RS.shape[1], torch.float32, allocate))
 
 
 def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
