@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from qconvert.quant.simd import processor
 from tests.support.commands import made, of_any_size
 from tests.support.instruction_sets import Digests
 from tests.support.models import tiny
@@ -62,8 +61,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digests(request: pytest.FixtureRequest, shared: Path) -> Iterator[Digests]:
     """What modules of tests compute with every lesser set of instructions, for all workers of this run."""
-    asking = {item.path.stem: None for item in request.session.items if _asks_for_digests(item)}
-    found = Digests(shared, processor.instruction_sets()[:-1], asking)
+    modules = {item.path.stem: item.module for item in request.session.items if _asks_for_digests(item)}
+    found = Digests(shared, [(choice, name) for name, module in modules.items() for choice in module.SETS])
     yield found
     found.close()
 

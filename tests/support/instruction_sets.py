@@ -19,10 +19,20 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from qconvert.quant.simd import processor
+
 ROOT = Path(__file__).resolve().parents[2]
 _SHARED = ("torch", "pytest", "hypothesis", "transformers")
 """What takes most of the time of importing them, and is the same for every set."""
 _NICE = 5
+
+
+def lesser(*names: str) -> tuple[str, ...]:
+    """Those of these sets that are less than what this processor has.
+
+    A module names the ones that its kernels are made differently for.
+    """
+    return tuple(name for name in processor.instruction_sets()[:-1] if name in names)
 
 
 class Digests:
@@ -31,9 +41,9 @@ class Digests:
     They share a folder. Who finds no computing process starts one, which holds a lock as long as it lives.
     """
 
-    def __init__(self, folder: Path, choices: Iterable[str], modules: Iterable[str]) -> None:
+    def __init__(self, folder: Path, wanted: Iterable[tuple[str, str]]) -> None:
         self._found, self._lock = folder / "digests.jsonl", folder / "digests.lock"
-        self._wanted = [(choice, module) for choice in choices for module in modules]
+        self._wanted = sorted(wanted)
         self._process: subprocess.Popen[bytes] | None = None
         self._errors = folder / f"digests-{os.getpid()}.errors"
 
