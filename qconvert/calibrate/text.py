@@ -31,7 +31,7 @@ LEAST_WINDOW = 16
 _LEAST_WINDOWS = {PACKED: 1, WHOLE: 2}
 _CHARACTERS_PER_TOKEN = 4  # of a piece that is to be about a window long
 _RANDOM_RUN = 128  # random tokens in a row
-_CHATS = 32  # rendered by one process
+_CHATS = 256  # rendered by one process, which takes .1 s to start
 
 
 @dataclass(frozen=True, slots=True)

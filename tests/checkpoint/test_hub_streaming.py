@@ -146,7 +146,7 @@ def test_headers_alone_are_fetched_to_look_or_to_plan(hub: FakeHub, folder: Path
 
 def test_what_reads_weights_several_times_says_that_they_are_downloaded(hub: FakeHub, here: Path) -> None:
     """The model has no tokenizer, which is known when it is here."""
-    command = (*QUANTIZE[:1], "org/m", "--bits", 4, "--method", "feedback", "--tokens", 4096, "-o", "out")
+    command = (*QUANTIZE[:1], "org/m", "--bits", 4, "--method", "feedback", "--tokens", 256, "-o", "out")
     ran = qconvert(*command)
     line = "org/m: --method feedback reads weights several times: what the cache lacks is downloaded\n"
     assert ran.err.startswith(line), ran.err

@@ -373,7 +373,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     code = (
         "from numba.core import caching; caching.CacheImpl._locator_classes = []; "
         "from qconvert.cli import main; "
-        f"main(['quantize', 'embedded', '--bits', '4', '-o', {str(tmp_path / 'out')!r}])"
+        f"main(['quantize', 'embedded', '--bits', '4', '--min-max', '-o', {str(tmp_path / 'out')!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert progress.NO_CACHE in done.stderr and progress.COMPILING not in done.stderr
