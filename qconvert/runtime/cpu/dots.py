@@ -192,8 +192,11 @@ def _block_of_floats(number, w, x):  # type: ignore[no-untyped-def]
 
 
 def _dense(name: str, number: Any, size: int) -> Any:
-    """Rows of plain numbers."""
-    ask = asks_ahead(4 * LANES * size)
+    """Rows of plain numbers.
+
+    They are read so fast that the processor's own foresight is enough, and asking takes longer than it saves:
+    a token of a 0.5B model in bfloat16, one core of a Zen 4, 55 ms with it and 43 without.
+    """
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         width, step = linear.width, size * LANES
@@ -203,7 +206,6 @@ def _dense(name: str, number: Any, size: int) -> Any:
             a = splat(np.float32(0))
             b, c, d = a, a, a
             for i in range(0, even, 4 * LANES):
-                ask(at)
                 a = fused(number(at), floats(x + 4 * i), a)
                 b = fused(number(at + step), floats(x + 4 * i + 64), b)
                 c = fused(number(at + 2 * step), floats(x + 4 * i + 128), c)
