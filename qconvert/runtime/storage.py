@@ -23,6 +23,7 @@ from qconvert.quant.simd import processor
 from qconvert.runtime.cpu.kernel_args import LINEAR
 from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.cpu.simd import LINE
 from qconvert.runtime.weight_source import HeldRows, RowSource
 
 _TORCH = {
@@ -40,10 +41,9 @@ def as_tensor(array: np.ndarray, dtype: DType) -> Tensor:
 
 def aligned(x: Tensor) -> Tensor:
     """The same numbers in memory that begins at a whole cache line, on which sums of products depend."""
-    return x if x.data_ptr() % _CACHE_LINE == 0 else x.clone()
+    return x if x.data_ptr() % LINE == 0 else x.clone()
 
 
-_CACHE_LINE = 64
 SCRATCH_BYTES = 32 << 20
 """The size of the float32 block that dequantizing may hold."""
 # From so many rows on, widening bfloat16 weights pays where `processor.widens_bf16`: products per second of

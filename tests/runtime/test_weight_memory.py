@@ -1,4 +1,4 @@
-"""Weights of a decoder lie one after the other in large pages, and their memory goes with them."""
+"""Weights of a decoder lie side by side in large pages, what they are multiplied by at cache lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from qconvert.core.dtypes import DType
 from qconvert.core.large_pages import in_large_pages
 from qconvert.core.values import DenseRows
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cpu import weight_memory
+from qconvert.runtime.cpu import decode_step, weight_memory
 from qconvert.runtime.cpu.packed_weights import PackedGrid
+from qconvert.runtime.cpu.simd import LINE, line_in
 from qconvert.runtime.cpu.weight_memory import WeightMemory, one_by_one
 from qconvert.runtime.device_layout import Layout, place_weight
 from qconvert.runtime.load import load_decoder
@@ -100,6 +101,18 @@ def test_the_system_is_asked_for_large_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
         pytest.skip("this Linux has none")
     assert "hg" in flags_at(WeightMemory()(1 << 20, torch.uint8).data_ptr())
+
+
+def test_what_kernels_read_again_and_again_begins_at_cache_lines() -> None:
+    """Vectors of the decode step and of its threads, and what rows are multiplied by."""
+    for size in (1, 16, 17, 100):
+        rows = decode_step._zeros(3, size)
+        assert rows.shape == (3, size) and not rows.any()
+        assert all(row.ctypes.data % LINE == 0 for row in rows)
+    raw = np.zeros(4 * LINE, np.int8)
+    for start in range(LINE):
+        begins = line_in(raw[start:])
+        assert begins % LINE == 0 and 0 <= begins - raw[start:].ctypes.data < LINE
 
 
 def test_what_is_large_by_itself_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from qconvert.runtime.cpu.simd import (
     FLOATS,
     I64,
     INTS,
+    LINE,
     PART,
     SHORTS,
     address,
@@ -48,6 +49,7 @@ from qconvert.runtime.cpu.simd import (
     floats,
     instructions,
     larger,
+    line_in,
     picked,
     read,
     routine,
@@ -242,7 +244,7 @@ def _rounded(linear, x, columns, signed):  # type: ignore[no-untyped-def]
     """A vector in 8 bits: its codes as a row's are met, and of each run its step and its sum."""
     blocks = (linear.width + BLOCK - 1) // BLOCK
     size = BLOCK * (2 if signed else 1)
-    codes = np.zeros(blocks * size, np.int8)
+    codes = np.zeros(blocks * size + LINE, np.int8)
     numbers = np.zeros((2, blocks * (BLOCK // columns)), np.float32)
     factor = linear.factor * linear.unit / linear.divisor
     for i in range(0, linear.width, PART):
@@ -251,7 +253,7 @@ def _rounded(linear, x, columns, signed):  # type: ignore[no-untyped-def]
         unit = splat(step) if step != _F(0) else splat(_F(1))
         low = rounded_even(clamp(low / unit, _F(-128), _F(127)))
         high = rounded_even(clamp(high / unit, _F(-128), _F(127)))
-        part, out = i % BLOCK // PART, address(codes) + i // BLOCK * size
+        part, out = i % BLOCK // PART, line_in(codes) + i // BLOCK * size
         if signed:
             _put_straight(out + PART * part, low, high)
         else:
@@ -265,7 +267,7 @@ def _rounded(linear, x, columns, signed):  # type: ignore[no-untyped-def]
             numbers[1, run], numbers[1, run + 1] = step * total(low), step * total(high)
     if signed:
         for block in range(blocks):
-            _put_starts(address(codes) + block * size)
+            _put_starts(line_in(codes) + block * size)
     return codes, numbers
 
 
@@ -287,7 +289,7 @@ def _rows(kind: str, number: int, group: int, zeros: str) -> Any:
                 w = linear.codes + (first + r) * blocks * block_bytes
                 made = row(
                     w, linear.scales, linear.supers, linear.mins, linear.super_mins, linear.zeros,
-                    (first + r) * groups, address(codes), address(numbers), address(numbers) + 4 * runs,
+                    (first + r) * groups, line_in(codes), address(numbers), address(numbers) + 4 * runs,
                     blocks, each, zero,
                 )  # fmt: skip
                 store_f32(address(held) + 4 * LANES * r, made)

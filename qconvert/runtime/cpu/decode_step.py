@@ -52,7 +52,7 @@ class CpuStep:
             "inner": width,
             "logits": config.vocab,
         }
-        self._buffers = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+        self._buffers = {name: _zeros(size) for name, size in sizes.items()}
         for name, buffer in self._buffers.items():
             self._model[name] = buffer.ctypes.data
         for name, size in (
@@ -100,7 +100,7 @@ class CpuStep:
             "rotated": config.head_dim,
             "scores": -(-room // LANES) * LANES,
         }
-        self._own = [np.zeros((len(self._threads), size), np.float32) for size in sizes.values()]
+        self._own = [_zeros(len(self._threads), size) for size in sizes.values()]
         for name, buffers in zip(sizes, self._own, strict=True):
             self._threads[name] = [buffer.ctypes.data for buffer in buffers]
         self._cache = kv
@@ -142,6 +142,13 @@ class CpuStep:
         vector = norm.weight.float().contiguous()
         self._alive.append(vector)
         return vector.data_ptr()
+
+
+def _zeros(*shape: int) -> np.ndarray:
+    """Numbers float32 that begin at a cache line, as torch allocates, and so does each row."""
+    *rows, size = shape
+    made: np.ndarray = torch.zeros(*rows, -(-size // LANES) * LANES).numpy()[..., :size]
+    return made
 
 
 def _apart(linears: Sequence[Linear], rows: Sequence[int]) -> Sequence[Linear]:

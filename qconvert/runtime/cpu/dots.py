@@ -30,6 +30,7 @@ from qconvert.runtime.cpu.coded_dots import (
 from qconvert.runtime.cpu.group_scales import spread
 from qconvert.runtime.cpu.simd import (
     BLOCK,
+    LINE,
     PART,
     added,
     address,
@@ -39,6 +40,7 @@ from qconvert.runtime.cpu.simd import (
     floats,
     folded,
     larger,
+    line_in,
     load_bf16,
     put_float,
     put_shorts,
@@ -69,10 +71,11 @@ def sizes(linear, columns):  # type: ignore[no-untyped-def]
 def _fixed(linear, x, columns):  # type: ignore[no-untyped-def]
     """A vector in fixed point: int16 numbers, the step of each run, the sum of each group of columns.
 
-    Runs are of `columns` columns; the arrays go on in zeros for as long as the kernels read.
+    Runs are of `columns` columns; the arrays go on in zeros for as long as the kernels read. The numbers
+    begin at the `line_in` their array.
     """
     blocks, groups, each = sizes(linear, columns)
-    shorts, runs = np.zeros(blocks * BLOCK, np.int16), BLOCK // columns
+    shorts, runs = np.zeros(blocks * BLOCK + LINE // 2, np.int16), BLOCK // columns
     steps = np.zeros(rounded_up(groups) * each + blocks * runs + LANES, np.float32)
     sums, g, left = np.zeros(rounded_up(groups), np.float32), 0, linear.group
     for block in range(blocks):
@@ -87,7 +90,7 @@ def _fixed(linear, x, columns):  # type: ignore[no-untyped-def]
         steps[block * runs : (block + 1) * runs] = step
         for i in range(first, last, LANES):
             whole = rounded_even(floats(x + 4 * i) * inverse)
-            put_shorts(address(shorts) + 2 * i, whole)
+            put_shorts(line_in(shorts) + 2 * i, whole)
             sums[g] += step * total(whole)
             left -= LANES
             if not left:
@@ -140,7 +143,7 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
         for row in range(start, stop):
             away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
             w, scale = linear.codes + row * blocks * block_bytes, address(scales)
-            at = address(shorts)  # here: numba frees what is not named again
+            at = line_in(shorts)  # here: numba frees what is not named again
             a = splat(np.float32(0))
             b = a
             for _ in range(blocks):

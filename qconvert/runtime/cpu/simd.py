@@ -30,7 +30,8 @@ BLOCK = 128
 """Columns whose codes share a load: sixteen words of two nibbles in each of four places."""
 PART = 32
 """Columns of one `dot`."""
-_LINE = 64
+LINE = 64
+"""Bytes of a cache line."""
 _AHEAD = 8192
 """Bytes before which memory is asked for: beyond the page at whose end the processor's own foresight ends. Of
 0, 512, 2048, 4096, 8192, 16384 and 32768 the fastest or as fast as it, for codes of 4, 6 and 8 bits."""
@@ -109,7 +110,7 @@ def rounded_to_bf16(builder: Any, value: Any) -> Any:
 def ask_ahead(builder: Any, address: Any, count: int) -> None:
     """Ask for what lies so far behind `count` bytes that are read now, for code that emits instructions."""
     how = [ir.Constant(I32, number) for number in (0, 3, 1)]  # to read, into all caches, data
-    for offset in range(_AHEAD, _AHEAD + count, _LINE):
+    for offset in range(_AHEAD, _AHEAD + count, LINE):
         pointer = builder.inttoptr(builder.add(address, ir.Constant(I64, offset)), I8.as_pointer())
         call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *how)
 
@@ -128,6 +129,15 @@ def asks_ahead(count: int) -> Any:
 def address(array):  # type: ignore[no-untyped-def]
     """Where an array lies. (By itself numba has an unsigned number, whose sums with others are float64.)"""
     return np.intp(array.ctypes.data)
+
+
+@routine
+def line_in(array):  # type: ignore[no-untyped-def]
+    """Where the first cache line in an array begins, which has `LINE` bytes more than it needs.
+
+    A register of 64 bytes that lies across two lines is read twice, and one product in two reads one.
+    """
+    return (address(array) + LINE - 1) // LINE * LINE
 
 
 @instructions(lanes_type, types.intp)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qconvert.core.large_pages import AVAILABLE, in_large_pages
+from qconvert.runtime.cpu.simd import LINE
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """Makes a tensor [n] of so many numbers, which are not set yet."""
@@ -22,7 +23,6 @@ LARGE_BY_ITSELF = 32 << 20
 for them from 4 MB on. Copying one would take more time than it saves in some hundred tokens."""
 
 _CHUNK = 64 << 20
-_CACHE_LINE = 64
 
 
 def one_by_one(count: int, dtype: torch.dtype) -> Tensor:
@@ -47,5 +47,5 @@ class WeightMemory:
         if self._taken + nbytes > len(self._chunk):
             self._chunk, self._taken = memoryview(in_large_pages(max(nbytes, _CHUNK))), 0
         made = torch.frombuffer(self._chunk, dtype=torch.uint8, count=nbytes, offset=self._taken)
-        self._taken += -(-nbytes // _CACHE_LINE) * _CACHE_LINE
+        self._taken += -(-nbytes // LINE) * LINE
         return made.view(dtype)
