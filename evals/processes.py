@@ -39,13 +39,27 @@ Runs = dict[str, list[Run]]
 max_memory = click.option("--max-memory", default="512MB", show_default=True)
 
 
+def _made(context: click.Context, parameter: click.Parameter, folder: Path | None) -> Path | None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+reused_folder = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    callback=_made,
+    help="Keep what is measured here for reuse.",
+)
+
+
 def options(shape: str, rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The options that all commands share, with these defaults."""
-    kept = "Keep what is measured here for reuse."
     declared = (
         click.option("--shape", type=click.Choice(list(SHAPES)), default=shape, show_default=True),
         click.option("--rounds", type=click.IntRange(1), default=rounds, show_default=True),
-        click.option("--dir", "folder", type=click.Path(path_type=Path), help=kept),
+        reused_folder,
         click.option(
             "-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too."
         ),

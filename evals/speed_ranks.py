@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from evals.processes import reused_folder
 from evals.speed_tensors import Cost, cost, cost_cells
 from evals.synthetic import SHAPES, make_checkpoint
 from qconvert.core.version import __version__
@@ -27,7 +28,7 @@ from qconvert.report.tables import table
 @click.option("--processes", type=click.IntRange(2), default=2, show_default=True, help="With one thread.")
 @click.option("--bits", default="4", show_default=True, help="Of `quantize`.")
 @click.option("--shard-size", default="250MB", show_default=True)
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep the checkpoint here for reuse.")
+@reused_folder
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def ranks(
     shape: str,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 
+from evals.processes import reused_folder
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.version import __version__
 from qconvert.formats.huggingface.safetensors_plan import plan_files
@@ -45,9 +46,7 @@ class Cost:
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--max-memory", default="512MB", show_default=True, help="Of the conversion.")
 @click.option("--convert", "converts", is_flag=True, help="Convert too, not only plan.")
-@click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), help="Keep what is measured here for reuse."
-)
+@reused_folder
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def tensors(
     layers: int,

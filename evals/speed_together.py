@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from evals.processes import reused_folder
 from evals.speed_tensors import Cost, cost, cost_cells
 from evals.synthetic import SHAPES, make_checkpoint
 from qconvert.report.tables import table
@@ -27,7 +28,7 @@ from qconvert.report.tables import table
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A folder with tokenizer.json.")
 @click.option("--cold", is_flag=True, help="Drop the source from the page cache before each run.")
 @click.option("--no-verify", is_flag=True, help="Write only.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep the checkpoint here for reuse.")
+@reused_folder
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def together(
     shape: str,
