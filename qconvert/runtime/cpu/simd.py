@@ -34,8 +34,8 @@ LINE = 64
 """Bytes of a cache line."""
 _AHEAD = 4096
 """Bytes before which memory is asked for. Of 0, 512, 1024, 1536, 2048, 3072, 4096, 8192, 16384 and 32768 the
-fastest for codes of 4 and 6 bits, or within 2 % of it, on a Zen 4 with weights in large pages. For 8 bits it is
-12 % faster than 8192; 512 would be 15 % faster still, and 8 % slower for 4 bits."""
+fastest for codes of 4 and 6 bits, or within 2 % of it, on a Zen 4 with weights in large pages. For 8 bits it
+is 12 % faster than 8192; 512 would be 15 % faster still, and 8 % slower for 4 bits."""
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOATS, INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
