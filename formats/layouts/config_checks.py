@@ -7,7 +7,7 @@ needs, and agrees with the config. Errors name the array and the config's key.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import translate
@@ -111,10 +111,9 @@ def left_plain(modules: object) -> Callable[[ModelTensor], bool]:
     model of 93,000 tensors has 120 names in it.
     """
     names = [n for n in modules if isinstance(n, str) and n] if isinstance(modules, list) else []
-    runs: dict[str, set[int]] = {}  # how many parts names have, by their first
-    for name in names:
-        runs.setdefault(name.split(".", 1)[0], set()).add(name.count(".") + 1)
-    whole = frozenset(names)
+    whole, counts = frozenset(names), defaultdict[str, set[int]](set)
+    for name in names:  # how many parts they have, by their first
+        counts[name.split(".", 1)[0]].add(name.count(".") + 1)
     globs = [name.rstrip("*") for name in names if "*" in name]
     beginnings = tuple(name for name in globs if not {"*", "?"} & set(name))
     patterns = [
@@ -129,7 +128,7 @@ def left_plain(modules: object) -> Callable[[ModelTensor], bool]:
         return any(
             ".".join(parts[first : first + count]) in whole
             for first, part in enumerate(parts)
-            for count in runs.get(part, ())
+            for count in counts.get(part, ())
         )
 
     return named

@@ -44,16 +44,22 @@ def test_tensors_lie_apart_and_begin_at_cache_lines(monkeypatch: pytest.MonkeyPa
     assert all(bool((each == number).all()) for number, each in enumerate(made))
 
 
-@linux
-def test_a_chunk_is_given_back_with_the_last_tensor_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks: list[weakref.ref[mmap.mmap]] = []
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[mmap.mmap]]:
+    """The memory that is taken, as long as something holds it."""
+    taken: list[weakref.ref[mmap.mmap]] = []
 
     def watched(nbytes: int) -> mmap.mmap:
         found = in_large_pages(nbytes)
-        chunks.append(weakref.ref(found))
+        taken.append(weakref.ref(found))
         return found
 
     monkeypatch.setattr(weight_memory, "in_large_pages", watched)
+    return taken
+
+
+@linux
+def test_a_chunk_is_given_back_with_the_last_tensor_in_it(chunks: list[weakref.ref[mmap.mmap]]) -> None:
     memory = WeightMemory()
     first, second = memory(100, torch.uint8), memory(100, torch.uint8)
     large = memory(weight_memory._CHUNK, torch.uint8)
@@ -78,12 +84,8 @@ def flags_at(address: int) -> set[str]:
 
 @linux
 @pytest.mark.parametrize("kind", ["int4-cpu", "dense"])
-def test_weights_of_a_decoder_lie_in_it(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_weights_of_a_decoder_lie_in_it(chunks: list[weakref.ref[mmap.mmap]], kind: str) -> None:
     """But not those of layers that come and go."""
-    chunks: list[mmap.mmap] = []
-    monkeypatch.setattr(
-        weight_memory, "in_large_pages", lambda nbytes: chunks.append(mmap.mmap(-1, nbytes)) or chunks[-1]
-    )
     model = tiny("qwen3", hidden_size=64, intermediate_size=128)
     config, state = DecoderConfig.from_hf(model.config.to_dict()), model.state_dict()
     weights = Quantized(state, group=32) if kind == "int4-cpu" else StateDict(state)
@@ -92,8 +94,10 @@ def test_weights_of_a_decoder_lie_in_it(monkeypatch: pytest.MonkeyPatch, kind: s
         weight: Any = decoder.layers[0].mlp.down.weight  # type: ignore[union-attr]
         assert weight.kind == kind and len(chunks) == (not on_demand)
         numbers = weight.codes_OB if isinstance(weight, PackedGrid) else weight.w_OI
-    starts = np.frombuffer(chunks[0], np.uint8).ctypes.data
-    assert starts <= numbers.data_ptr() < starts + len(chunks[0])
+    chunk = chunks[0]()
+    assert chunk is not None
+    starts = np.frombuffer(chunk, np.uint8).ctypes.data
+    assert starts <= numbers.data_ptr() < starts + len(chunk)
 
 
 @linux

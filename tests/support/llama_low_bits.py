@@ -1,6 +1,8 @@
 """What llama-quantize writes in types of 1 to 3 bits, recorded: their tables take it 15 s in every process.
 
-python -m tests.support.llama_low_bits     asks llama.cpp again, and says what differs
+    python -m tests.support.llama_low_bits
+
+asks llama.cpp again, and says what differs.
 """
 
 from __future__ import annotations
