@@ -350,9 +350,13 @@ def test_help_and_version_are_words_too() -> None:
 
 
 def test_a_compilation_is_explained_once_and_what_the_cache_gives_is_not(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from numba import config
+
     from qconvert.quant.simd.lanes import kernel
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))  # empty, however often the tests are run
 
     def doubled(value: float) -> float:
         return value * 2
