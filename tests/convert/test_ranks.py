@@ -249,15 +249,24 @@ def test_a_process_is_done_when_another_finishes_as_it_reads_whose_job_it_is(
 def test_a_process_that_waits_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stopped process has claimed is left to it for a while; what is done by then stays."""
     monkeypatch.setattr(shared_folder, "STALE_SECONDS", 600.0)
-    calls = calls_of(running(*rank("shards", 0, 2)))
-    shutil.rmtree("made")
-    holds = started(stopping(running(*rank("shards", 0, 2)), calls // 3))
+    work, name_new = running(*rank("shards", 0, 2)), shared_folder.name_new
+
+    def stopped_with_a_claim(path: Path, name: Path) -> None:
+        if name.suffix == ".receipt":  # it has made the file that it claimed, and nobody knows
+            os.kill(os.getpid(), signal.SIGSTOP)
+        name_new(path, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_folder, "name_new", stopped_with_a_claim)
+        holds = started(work)
     assert os.WIFSTOPPED(os.waitpid(holds, os.WUNTRACED)[1])
     waits, folder = started(running(*rank("shards", 1, 2))), Path("made/out.partial-ranks")
     files = len(list(Path("whole/shards/out").glob("model*")))
     while len(list(folder.glob("*.receipt"))) < files - 1:
         assert os.waitpid(waits, os.WNOHANG) == (0, 0)
         time.sleep(0.01)
+    time.sleep(0.2)
+    assert os.waitpid(waits, os.WNOHANG) == (0, 0)  # it waits for the last
     os.kill(waits, signal.SIGTERM)
     assert ended(waits) == 128 + signal.SIGTERM
     os.kill(holds, signal.SIGCONT)
