@@ -16,7 +16,9 @@ from tests.support.instruction_sets import Digests
 from tests.support.models import tiny
 from tests.support.process_memory import keep_freed_memory, make_forks_cheap
 
-# The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
+# The threads of torch and numpy would otherwise wait for each other, or spin, on cores that the other tests
+# need: models here are small, and what is said of threads is tested with as many as it says.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # where a command asks for more: 16 cycles, not 2**26
