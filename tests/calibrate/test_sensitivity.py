@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +226,6 @@ class Swapped:
         return self.values.get((role, layer, kind)) or self.weights.get(role, layer, kind)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread for products, which waste the time of other tests otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def outputs_of(config: DecoderConfig, weights: Weights, tokens_WT: np.ndarray) -> Outputs:
     decoder = load_decoder(config, weights)
     return decoder.outputs(decoder.hidden(torch.from_numpy(tokens_WT)).flatten(0, 1))
@@ -251,7 +242,7 @@ def ranks(values: list[float]) -> np.ndarray:
     return np.argsort(np.argsort(values))
 
 
-def test_costs_rank_and_predict_what_is_measured(assets: Path, one_thread: None) -> None:
+def test_costs_rank_and_predict_what_is_measured(assets: Path) -> None:
     """int3 in one group of linears at a time, and three mixes, on a text that was not calibrated on."""
     source = open_model(str(assets / "models" / "tiny-qwen3"))
     texts = [assets / "text" / name for name in ("calibration-novels.txt", "heldout-novel.txt")]

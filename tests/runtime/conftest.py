@@ -1,12 +1,13 @@
-"""What kernels compute with other instruction sets; and triton's interpreter, patched once for a launch."""
+"""What kernels compute with other instruction sets or threads; triton's interpreter, patched for a launch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import pytest
+import torch
 
 from qconvert.quant.simd import processor
 from tests.support.instruction_sets import Digests
@@ -27,3 +28,11 @@ def digest_with(digests: Digests) -> Callable[[str, str], str]:
         return digests.of(choice, f"test_{module}")
 
     return found
+
+
+@pytest.fixture
+def use_threads() -> Iterator[None]:
+    """For a test that sets how many threads torch has."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

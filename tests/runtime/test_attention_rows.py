@@ -10,7 +10,7 @@ from torch import Tensor
 from qconvert.quant.simd import processor
 from qconvert.runtime.attention import attend
 from qconvert.runtime.cpu.attention_rows import attend_rows, attends_rows
-from tests.runtime.test_tile_products import bf16_only, use_threads  # noqa: F401
+from tests.runtime.test_tile_products import bf16_only
 from tests.support.same_bits import digests_by_threads
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_attention_is_as_exact_as_torch_has_it(shape: tuple[int, ...]) -> None:
 
 
 @bf16_only
-def test_threads_change_no_bit(use_threads: None) -> None:  # noqa: F811
+def test_threads_change_no_bit(use_threads: None) -> None:
     q, k, v = parts(SHAPES[1])
     assert len(digests_by_threads(lambda: attend_rows(q, k, v, None).float().numpy().tobytes().hex())) == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -33,13 +33,6 @@ BF16 = torch.bfloat16
 
 SETS = lesser("avx2", "vnni")
 """AVX-512 in whole registers, and bfloat16 numbers by instructions of their own or not."""
-
-
-@pytest.fixture
-def use_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -23,13 +23,6 @@ TOKENS, WORDS = 7, 2500
 
 SETS = lesser("avx2")
 """Passes over floats: in registers of 256 bits or 512."""
-
-
-@pytest.fixture
-def use_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def logits(seed: int) -> torch.Tensor:

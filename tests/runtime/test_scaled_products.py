@@ -20,7 +20,7 @@ from qconvert.runtime.head import multiply_float32
 from qconvert.runtime.storage import DenseWeight
 from tests.runtime.test_decoder_cpu import BF16, inputs, relative_error
 from tests.runtime.test_decoder_grids import blocks, coded, unrounded
-from tests.runtime.test_tile_products import FLOAT32, INTEGERS, VALUES, bf16_only, use_threads  # noqa: F401
+from tests.runtime.test_tile_products import FLOAT32, VALUES, bf16_only
 from tests.support.same_bits import asked
 
 FLOATS = [
@@ -54,7 +54,7 @@ def test_sums_of_exact_products_are_scaled(name: str, value: Value) -> None:
 
 
 @bf16_only
-def test_threads_and_parts_change_no_bit(use_threads: None) -> None:  # noqa: F811
+def test_threads_and_parts_change_no_bit(use_threads: None) -> None:
     weight, x_NI = packed(blocks("Q6_K", 200, 512)), inputs(33, 512).to(BF16)
     torch.set_num_threads(1)
     want_NO = multiply_scaled(x_NI, weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,13 +51,6 @@ def test_bfloat16_products_are_exact_and_summed_in_float32(
     step = max(1, rows // 2)
     if step >= 64:  # rows of the weight are rows of a larger one; the threads' shares change no bit
         assert torch.equal(multiply_bf16(x_NI, w_OI[:step]), got_NO[:, :step])
-
-
-@pytest.fixture
-def use_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_other_products_are_left_to_torch() -> None:
