@@ -46,6 +46,10 @@ BYTE_OF = [8 * (2 * (column // 8 % 2) + column // 16) + column % 8 for column in
 TABLE_BYTES, TABLE_NUMBERS = 64, 16
 """A table is the lower bytes of its 16 whole numbers, twice, the upper bytes, twice, and 16 float32."""
 
+_COPIES = 2 if processor.has("avx512bw") else 1
+"""Of a run in a register that a `dot` multiplies: reading fills both halves of 512 bits, after which no byte
+has to go from half to half."""
+
 
 def pair_sums(builder: Any, a: Any, b: Any) -> Any:
     """Products of int16 numbers, neighbours added: half as many int32."""
@@ -93,40 +97,53 @@ def _order(count: int) -> Any:
     return ir.Constant(ir.VectorType(I32, count), list(range(count)))
 
 
-def _part(builder: Any, codes: Any, part: Any) -> Any:
-    """The 32 nibbles of a part as bytes; `codes` is the address of its block."""
+def _run(builder: Any, address: Any, copies: int) -> Any:
+    """The 32 bytes of a run, once or twice."""
+    run = read(builder, address, ir.VectorType(I16, PART // 2))
+    return joined(builder, run, run) if copies == 2 else run
+
+
+def _part(builder: Any, codes: Any, part: Any, copies: int = 1) -> Any:
+    """The 32 nibbles of a part as bytes, once or twice; `codes` is the address of its block."""
     one = ir.Constant(I64, 1)
     run = builder.mul(builder.lshr(part, one), ir.Constant(I64, PART))
-    halves = ir.VectorType(I16, PART // 2)
-    stored = read(builder, builder.add(codes, run), halves)
+    stored = _run(builder, builder.add(codes, run), copies)
     shift = builder.trunc(builder.shl(builder.and_(part, one), ir.Constant(I64, 2)), I16)
-    nibbles = builder.and_(builder.lshr(stored, spread(builder, shift, halves)), constant(0x0F0F, halves))
-    return builder.bitcast(nibbles, BYTES)
+    shifted = builder.lshr(stored, spread(builder, shift, stored.type))
+    return _as_bytes(builder, builder.and_(shifted, constant(0x0F0F, stored.type)))
 
 
-def _with_pairs(builder: Any, codes: Any, part: Any) -> Any:
-    """The 32 codes of 6 bits of a part as bytes; `codes` is the address of its block."""
-    halves = ir.VectorType(I16, PART // 2)
-    stored = read(builder, builder.add(codes, ir.Constant(I64, 2 * PART)), halves)
+def _with_pairs(builder: Any, codes: Any, part: Any, copies: int = 1) -> Any:
+    """The 32 codes of 6 bits of a part as bytes, once or twice; `codes` is the address of its block."""
+    stored = _run(builder, builder.add(codes, ir.Constant(I64, 2 * PART)), copies)
     shift = builder.trunc(builder.shl(part, ir.Constant(I64, 1)), I16)
-    pairs = builder.and_(builder.lshr(stored, spread(builder, shift, halves)), constant(0x0303, halves))
-    upper = builder.bitcast(builder.shl(pairs, constant(4, halves)), BYTES)
-    return builder.or_(_part(builder, codes, part), upper)
+    shifted = builder.lshr(stored, spread(builder, shift, stored.type))
+    pairs = builder.and_(shifted, constant(0x0303, stored.type))
+    upper = _as_bytes(builder, builder.shl(pairs, constant(4, stored.type)))
+    return builder.or_(_part(builder, codes, part, copies), upper)
+
+
+def _as_bytes(builder: Any, halves: Any) -> Any:
+    return builder.bitcast(halves, ir.VectorType(I8, 2 * halves.type.count))
 
 
 def _woven(builder: Any, low: Any, high: Any) -> Any:
-    """Bytes of a run and the upper bytes they get, as int16 in the order of columns."""
-    sixteen = ir.VectorType(I16, LANES)
-    parts = []
+    """Bytes of a run, once or twice, and the upper bytes they get, as int16 in the order of columns."""
+    copies, parts = low.type.count // PART, []
     for first in (0, LANES):
-        places = [at for byte in BYTE_OF[first : first + LANES] for at in (byte, PART + byte)]
+        copy = PART * (first // LANES) * (copies - 1)
+        bytes_ = [copy + byte for byte in BYTE_OF[first : first + LANES]]
+        places = [at for byte in bytes_ for at in (byte, copies * PART + byte)]
         woven = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, PART), places))
-        parts.append(builder.bitcast(woven, sixteen))
-    return builder.shuffle_vector(*parts, _order(PART))
+        parts.append(builder.bitcast(woven, ir.VectorType(I16, LANES)))
+    return joined(builder, *parts)
 
 
 def _lut(builder: Any, table: Any, index: Any) -> Any:
-    """Bytes of a table of 16 bytes, which lies twice at an address, at 32 indices."""
+    """Bytes of a table of 16 bytes, which lies twice at an address, at 32 indices, once or twice."""
+    if index.type.count > PART:
+        twice = joined(builder, *[read(builder, table, BYTES)] * 2)
+        return call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", index.type, twice, index)
     if processor.has("avx2"):
         return call_llvm(builder, "llvm.x86.avx2.pshuf.b", BYTES, read(builder, table, BYTES), index)
     sixteen = ir.VectorType(I8, LANES)
@@ -147,21 +164,23 @@ def dot_nibbles(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """Products of the 32 nibbles of a part with 32 int16 at `x`, neighbours added: lane l has columns 2l
     and 2l + 1. `codes` is the address of a block; there is no table.
     """
-    wide = _woven(builder, _part(builder, codes, part), constant(0, BYTES))
+    nibbles = _part(builder, codes, part, _COPIES)
+    wide = _woven(builder, nibbles, constant(0, nibbles.type))
     return pair_sums(builder, wide, read(builder, x, SHORTS))
 
 
 @instructions(words_type, *[types.intp] * 4)
 def dot_int6(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with codes of 6 bits."""
-    wide = _woven(builder, _with_pairs(builder, codes, part), constant(0, BYTES))
+    bytes_ = _with_pairs(builder, codes, part, _COPIES)
+    wide = _woven(builder, bytes_, constant(0, bytes_.type))
     return pair_sums(builder, wide, read(builder, x, SHORTS))
 
 
 @instructions(words_type, *[types.intp] * 4)
 def dot_lut(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with what a table has for the nibbles."""
-    nibbles, upper = _part(builder, codes, part), builder.add(table, ir.Constant(I64, PART))
+    nibbles, upper = _part(builder, codes, part, _COPIES), builder.add(table, ir.Constant(I64, PART))
     low, high = (_lut(builder, at, nibbles) for at in (table, upper))
     return pair_sums(builder, _woven(builder, low, high), read(builder, x, SHORTS))
 

@@ -36,6 +36,7 @@ from qconvert.runtime.cpu.simd import (
     address,
     as_floats,
     asks_ahead,
+    by_itself,
     float_at,
     floats,
     folded,
@@ -109,8 +110,8 @@ def named(function: Callable[..., None], name: str) -> Any:
 @routine
 def _add_block(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
     """Add the products of a block whose scale holds for all of it to the sums a."""
-    low = added(dot(w, 0, table, at), dot(w, 1, table, at + 64))
-    high = added(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
+    low = by_itself(added(dot(w, 0, table, at), dot(w, 1, table, at + 64)))
+    high = by_itself(added(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192)))
     return fused(as_floats(added(low, high)), splat(float_at(scale)), a), b
 
 
@@ -139,10 +140,10 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         blocks, groups, each = sizes(linear, columns)
         shorts, steps, sums = _fixed(linear, x, columns)
-        scales, table = np.zeros(len(steps), np.float32), linear.table
+        scales, table = np.zeros(len(steps) + LANES, np.float32), linear.table
         for row in range(start, stop):
-            away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
-            w, scale = linear.codes + row * blocks * block_bytes, address(scales)
+            away = spread(linear, row, groups, each, address(steps), address(sums), line_in(scales))
+            w, scale = linear.codes + row * blocks * block_bytes, line_in(scales)
             at = line_in(shorts)  # here: numba frees what is not named again
             a = splat(np.float32(0))
             b = a

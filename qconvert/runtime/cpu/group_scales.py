@@ -14,6 +14,7 @@ from qconvert.runtime.cpu.kernel_args import BF16, F16, F32
 from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
+    kept_apart,
     load_bf16,
     paired,
     routine,
@@ -82,15 +83,6 @@ def spread(linear, row, groups, each, steps, sums, out):  # type: ignore[no-unty
         at = 4 * g * each
         if each == 1:
             store_f32(out + at, scale * floats(steps + at))
-        elif each == 2:
-            store_f32(out + at, paired(scale, scale, 0) * floats(steps + at))
-            store_f32(out + at + 64, paired(scale, scale, 1) * floats(steps + at + 64))
-        elif each == 4:
-            for half in range(2):
-                two = paired(scale, scale, half)
-                store_f32(out + at, paired(two, two, 0) * floats(steps + at))
-                store_f32(out + at + 64, paired(two, two, 1) * floats(steps + at + 64))
-                at += 128
         else:
             _repeat(scale, min(LANES, groups - g), each, steps + at, out + at)
     return total(away) if shifts or linear.mins else np.float32(0)
@@ -98,7 +90,18 @@ def spread(linear, row, groups, each, steps, sums, out):  # type: ignore[no-unty
 
 @routine
 def _repeat(scale, groups, each, steps, out):  # type: ignore[no-untyped-def]
-    """The general case of `spread`; what a group writes too much, the next one overwrites."""
+    """More than one number for a group; what a group writes too much, the next one overwrites."""
+    kept_apart()
+    if each == 2:
+        store_f32(out, paired(scale, scale, 0) * floats(steps))
+        store_f32(out + 64, paired(scale, scale, 1) * floats(steps + 64))
+        return
+    if each == 4:
+        for half in range(2):
+            two, at = paired(scale, scale, half), 128 * half
+            store_f32(out + at, paired(two, two, 0) * floats(steps + at))
+            store_f32(out + at + 64, paired(two, two, 1) * floats(steps + at + 64))
+        return
     one = splat(lane(scale, 0))
     for g in range(groups):
         if g:

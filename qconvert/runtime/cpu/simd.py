@@ -126,6 +126,12 @@ def asks_ahead(count: int) -> Any:
     return ask
 
 
+@instructions(types.void)
+def kept_apart(builder: Any) -> None:
+    """Keep the routine that says this out of its callers, which else make ready what they may not need."""
+    builder.function.attributes.add("noinline")
+
+
 @routine
 def address(array):  # type: ignore[no-untyped-def]
     """Where an array lies. (By itself numba has an unsigned number, whose sums with others are float64.)"""
@@ -228,6 +234,17 @@ def copy_bytes(builder: Any, source: Any, count: Any, target: Any) -> None:
 def added(builder: Any, a: Any, b: Any) -> Any:
     """The sum of words."""
     return builder.add(a, b)
+
+
+@instructions(words_type, words_type)
+def by_itself(builder: Any, value: Any) -> Any:
+    """Words that are a sum of their own.
+
+    LLVM would else make one chain of all products that are added, each waiting for the one before. The fence
+    is no instruction, and is known for float32 alone.
+    """
+    same = builder.bitcast(value, FLOATS)
+    return builder.bitcast(call_llvm(builder, "llvm.arithmetic.fence.v16f32", FLOATS, same), INTS)
 
 
 @instructions(words_type, words_type, words_type)
