@@ -21,6 +21,7 @@ from numba.core.datamodel import models
 from numba.extending import register_model
 
 from qconvert.quant.simd import lanes as _lanes
+from qconvert.quant.simd import processor
 from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, primitive
 
 routine: Any = _lanes.routine
@@ -175,6 +176,8 @@ def float_at(builder: Any, address: Any) -> Any:
 @instructions(lanes_type, types.intp)
 def two_floats(builder: Any, address: Any) -> Any:
     """Two float32, each in eight lanes."""
+    if processor.has("avx512f"):  # one instruction sorts both into a register
+        return picked(builder, read(builder, address, ir.VectorType(ir.FloatType(), 2)), [0] * 8 + [1] * 8)
     eight = ir.VectorType(ir.FloatType(), LANES // 2)
     spread = []  # from memory one by one, which costs no shuffle
     for offset in (0, 4):
