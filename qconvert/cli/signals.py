@@ -3,6 +3,9 @@
 The signal becomes an exception of the main thread, but not where it would be dropped or end the process: in
 the compiler it waits until the kernel is made, in an import until the module is there, and out of a finalizer
 or a callback from C it is raised once more.
+
+Python runs handlers in the main thread alone, between two of its steps. Where that waits for others, it is
+woken: the system may give the signal to another thread, or give it a moment before the waiting begins.
 """
 
 from __future__ import annotations
@@ -112,6 +115,34 @@ def _leave() -> None:
 
 
 @contextmanager
+def _woken() -> Iterator[None]:
+    """While the context lasts, a signal wakes the main thread, whichever thread received it."""
+    if not hasattr(signal, "pthread_kill"):  # Windows
+        yield
+        return
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    before = signal.signal(signal.SIGURG, lambda signum, frame: None)  # nothing but an interruption
+    told_before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    _thread.start_new_thread(_wake, (told, threading.get_ident()))
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(told_before)
+        signal.signal(signal.SIGURG, before)
+        os.close(tell)
+
+
+def _wake(told: int, thread: int) -> None:
+    """Interrupt what a thread waits for, a moment after each of the signals whose numbers come."""
+    while number := os.read(told, 1):
+        if number[0] != signal.SIGURG:
+            time.sleep(0.05)
+            signal.pthread_kill(thread, signal.SIGURG)
+    os.close(told)
+
+
+@contextmanager
 def handled(last_words: LastWords = lambda stopped: (stopped.message, True)) -> Iterator[None]:
     """Raises Stopped in the main thread for the first signal, and leaves the process on the second.
 
@@ -126,7 +157,7 @@ def handled(last_words: LastWords = lambda stopped: (stopped.message, True)) -> 
         if each is signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN:
             before[each] = signal.signal(each, _receive)
     try:
-        with after_compiling(_raise_waiting):
+        with _woken(), after_compiling(_raise_waiting):
             yield
     finally:
         sys.unraisablehook = hook

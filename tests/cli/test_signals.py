@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -72,6 +73,18 @@ def test_a_signal_in_an_import_waits_until_the_module_is_there(
         module = import_module("sends_itself_a_signal")
         _wait()
     assert stopped.value.exit_code == 143 and module.whole
+
+
+def test_a_signal_that_another_thread_receives_wakes_the_main_one() -> None:
+    def receive() -> None:
+        time.sleep(0.2)  # by then the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    began = time.monotonic()
+    with pytest.raises(Stopped) as stopped, handled():
+        threading.Thread(target=receive).start()
+        threading.Event().wait(30)
+    assert stopped.value.exit_code == 143 and time.monotonic() - began < 15
 
 
 def test_a_signal_in_the_compiler_waits_until_the_kernel_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
