@@ -188,12 +188,8 @@ def test_few_rows_are_multiplied_packed_and_many_decoded(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_any_number_of_threads_gives_the_same_bits(threads: int) -> None:
+def test_any_number_of_threads_gives_the_same_bits(threads: int, use_threads: None) -> None:
     value, x_NI = random_value(FORMS[0], 5, 256), inputs(2, 256)
-    before = torch.get_num_threads()
     one_NO = multiply_few(x_NI, packed(value))
     torch.set_num_threads(threads)
-    try:
-        assert torch.equal(multiply_few(x_NI, packed(value)), one_NO)
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(multiply_few(x_NI, packed(value)), one_NO)

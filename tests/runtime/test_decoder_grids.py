@@ -286,9 +286,9 @@ class Mixed(StateDict):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_step_reads_projections_of_different_forms(threads: int) -> None:
+def test_a_step_reads_projections_of_different_forms(threads: int, use_threads: None) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
-    model, before = tiny("qwen3", **sizes), torch.get_num_threads()
+    model = tiny("qwen3", **sizes)
     config, weights = DecoderConfig.from_hf(model.config.to_dict()), Mixed(model.state_dict())
     fast = load_decoder(config, weights, layout=Layout.AUTO)
     plain = load_decoder(config, weights, layout=Layout.REFERENCE)
@@ -297,13 +297,10 @@ def test_a_step_reads_projections_of_different_forms(threads: int) -> None:
     assert not decodes_weights(fast) and decodes_weights(plain)
     caches = fast.cache(1, 12), plain.cache(1, 12)
     torch.set_num_threads(threads)
-    try:
-        for token in range(12):
-            ids = torch.tensor([7 * token])
-            got, want = fast.decode(ids, caches[0]), plain.decode(ids, caches[1])
-            assert relative_error(got, want) < 3 * FIXED_POINT
-    finally:
-        torch.set_num_threads(before)
+    for token in range(12):
+        ids = torch.tensor([7 * token])
+        got, want = fast.decode(ids, caches[0]), plain.decode(ids, caches[1])
+        assert relative_error(got, want) < 3 * FIXED_POINT
 
 
 @pytest.mark.parametrize("rows", [1, 40])

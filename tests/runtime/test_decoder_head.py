@@ -54,13 +54,13 @@ def test_a_head_of_no_whole_groups_is_refused() -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_products_with_a_rounded_head_are_not_rounded_to_16_bits(bits: int, rows: int, threads: int) -> None:
+def test_products_with_a_rounded_head_are_not_rounded_to_16_bits(
+    bits: int, rows: int, threads: int, use_threads: None
+) -> None:
     head = head_of(W, bits)
     x = torch.randn(rows, 96, generator=GENERATOR).bfloat16() * 100
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     got = multiply_float32(x, head, 7, 1500)
-    torch.set_num_threads(before)
     w = head.rows(slice(7, 1500)).double()
     # Half a step of the 16-bit input of few rows, and float32 sums.
     bound = (x.double().abs().amax(1, keepdim=True) * w.abs().sum(1)) * (0.5 / 32767 + 96 * 2.0**-24)

@@ -115,7 +115,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("case", STEPS)
-def test_the_step_of_the_cpu_matches_transformers(case: str, threads: int) -> None:
+def test_the_step_of_the_cpu_matches_transformers(case: str, threads: int, use_threads: None) -> None:
     """Half of a text read at once, the rest token by token; then another text in another cache."""
     model_type, changes = STEPS[case]
     model, ids = tiny(model_type, **changes), tokens(2, 40)
@@ -123,20 +123,16 @@ def test_the_step_of_the_cpu_matches_transformers(case: str, threads: int) -> No
         want = model(ids).logits
     weights = StateDict(model.state_dict())
     config = DecoderConfig.from_hf(model.config.to_dict())
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        decoder = load_decoder(config, weights, layout=Layout.AUTO)
-        assert decoder.step is not None
-        for row_T, want_TV in zip(ids, want, strict=True):
-            cache = decoder.cache(1, 40)
-            got = [decoder.prefill(row_T[None, :20], cache)]
-            got += [decoder.decode(token[None], cache) for token in row_T[20:]]
-            assert (torch.cat(got) - want_TV[19:]).abs().max() < TOLERANCE
-            with pytest.raises(QConvertError, match=r"40 \+ 1 tokens do not fit the cache of 40"):
-                decoder.decode(row_T[:1], cache)
-    finally:
-        torch.set_num_threads(before)
+    decoder = load_decoder(config, weights, layout=Layout.AUTO)
+    assert decoder.step is not None
+    for row_T, want_TV in zip(ids, want, strict=True):
+        cache = decoder.cache(1, 40)
+        got = [decoder.prefill(row_T[None, :20], cache)]
+        got += [decoder.decode(token[None], cache) for token in row_T[20:]]
+        assert (torch.cat(got) - want_TV[19:]).abs().max() < TOLERANCE
+        with pytest.raises(QConvertError, match=r"40 \+ 1 tokens do not fit the cache of 40"):
+            decoder.decode(row_T[:1], cache)
 
 
 @pytest.mark.parametrize("head", [None, 8, 4])

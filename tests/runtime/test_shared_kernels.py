@@ -45,13 +45,10 @@ def test_all_ranks_run_at_once(size: int, threads: None) -> None:
     assert ran_R.tolist() == [1.5 * size + 0.5] * size + [0]
 
 
-def test_as_many_threads_as_torch_has(threads: None) -> None:
-    before, ran_R = torch.get_num_threads(), np.zeros(4)
+def test_as_many_threads_as_torch_has(threads: None, use_threads: None) -> None:
+    ran_R = np.zeros(4)
     torch.set_num_threads(3)
-    try:
-        _meet(np.zeros(1, np.int64), 1.0, True, ran_R)
-    finally:
-        torch.set_num_threads(before)
+    _meet(np.zeros(1, np.int64), 1.0, True, ran_R)
     assert ran_R.tolist() == [3, 3, 3, 0]
 
 

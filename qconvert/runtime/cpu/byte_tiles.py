@@ -17,9 +17,8 @@ from numba.core import cgutils
 
 from qconvert.quant.simd import processor
 from qconvert.quant.simd.lanes import LANES, entry, multiply_add, spread
-from qconvert.runtime.cpu.coded_dots import by_parts, pair_sums, small_pair_sums
+from qconvert.runtime.cpu.coded_dots import as_bytes, by_parts, pair_sums, small_pair_sums
 from qconvert.runtime.cpu.simd import (
-    I8,
     I16,
     I32,
     INTS,
@@ -76,17 +75,13 @@ def quad_sums(builder: Any, sums: Any, bytes_: Any, codes: Any, *, small: bool =
             return by_parts(builder, name, ir.VectorType(I32, words), words, sums, bytes_, codes)
     shorts = ir.VectorType(I16, 2 * count)
     if small and _AVX2:
-        pairs = small_pair_sums(builder, *(_as_bytes(builder, x) for x in (bytes_, codes)))
+        pairs = small_pair_sums(builder, *(as_bytes(builder, x) for x in (bytes_, codes)))
         return builder.add(sums, pair_sums(builder, pairs, constant(1, shorts)))
     eight, low = constant(8, shorts), constant(255, shorts)
     x, w = builder.bitcast(bytes_, shorts), builder.bitcast(codes, shorts)
     even = pair_sums(builder, builder.and_(x, low), builder.ashr(builder.shl(w, eight), eight))
     odd = pair_sums(builder, builder.lshr(x, eight), builder.ashr(w, eight))
     return builder.add(sums, builder.add(even, odd))
-
-
-def _as_bytes(builder: Any, words: Any) -> Any:
-    return builder.bitcast(words, ir.VectorType(I8, 4 * words.type.count))
 
 
 class _Sums:
@@ -101,7 +96,7 @@ class _Sums:
         if not self._chain:
             self._whole = quad_sums(self._builder, self._whole, bytes_, codes)
             return
-        two = small_pair_sums(self._builder, *(_as_bytes(self._builder, x) for x in (bytes_, codes)))
+        two = small_pair_sums(self._builder, *(as_bytes(self._builder, x) for x in (bytes_, codes)))
         self._pairs = two if self._pairs is None else self._builder.add(self._pairs, two)
         self._count += 1
         if self._count % self._chain == 0:

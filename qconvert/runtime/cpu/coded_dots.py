@@ -110,7 +110,7 @@ def _part(builder: Any, codes: Any, part: Any, copies: int = 1) -> Any:
     stored = _run(builder, builder.add(codes, run), copies)
     shift = builder.trunc(builder.shl(builder.and_(part, one), ir.Constant(I64, 2)), I16)
     shifted = builder.lshr(stored, spread(builder, shift, stored.type))
-    return _as_bytes(builder, builder.and_(shifted, constant(0x0F0F, stored.type)))
+    return as_bytes(builder, builder.and_(shifted, constant(0x0F0F, stored.type)))
 
 
 def _with_pairs(builder: Any, codes: Any, part: Any, copies: int = 1) -> Any:
@@ -119,12 +119,13 @@ def _with_pairs(builder: Any, codes: Any, part: Any, copies: int = 1) -> Any:
     shift = builder.trunc(builder.shl(part, ir.Constant(I64, 1)), I16)
     shifted = builder.lshr(stored, spread(builder, shift, stored.type))
     pairs = builder.and_(shifted, constant(0x0303, stored.type))
-    upper = _as_bytes(builder, builder.shl(pairs, constant(4, stored.type)))
+    upper = as_bytes(builder, builder.shl(pairs, constant(4, stored.type)))
     return builder.or_(_part(builder, codes, part, copies), upper)
 
 
-def _as_bytes(builder: Any, halves: Any) -> Any:
-    return builder.bitcast(halves, ir.VectorType(I8, 2 * halves.type.count))
+def as_bytes(builder: Any, value: Any) -> Any:
+    """A vector of whole numbers as the bytes that it is made of."""
+    return builder.bitcast(value, ir.VectorType(I8, value.type.element.width // 8 * value.type.count))
 
 
 def _woven(builder: Any, low: Any, high: Any) -> Any:
