@@ -180,7 +180,6 @@ def _coded(architecture: Architecture, index: ShardIndex | None, promise: Promis
     found = {}
     for parameter in _apart(architecture, promise.layout, there):
         name = parameter.name
-        stored = ModelTensor(name, architecture.stored_shapes.get(name, parameter.shape), plain)
         encoding = _encoding(parameter, plain, promise)
         coded = None
         if encoding is not None:
@@ -188,7 +187,7 @@ def _coded(architecture: Architecture, index: ShardIndex | None, promise: Promis
         if coded is not None and (there is None or _is_there(coded, promise.layout, there)):
             found[name] = coded
         elif there is None or name in there:
-            found[name] = stored
+            found[name] = ModelTensor(name, architecture.stored_shapes.get(name, parameter.shape), plain)
         else:
             raise CorruptCheckpoint(
                 f"{name}: missing in {INDEX_FILE}, but config.json promises it",

@@ -294,10 +294,10 @@ def test_activations_lie_beside_the_output_or_where_tmpdir_points(
 
 def test_a_run_lives_in_a_tenth_more_than_it_was_given(tmp_path: Path) -> None:
     """All that the kernel counts of the process: one that takes more is killed."""
-    wide = WIDE | {"hidden_size": 512, "intermediate_size": 4096}
+    wide = WIDE | {"hidden_size": 512, "intermediate_size": 2816}
     words = np.random.default_rng(0).standard_normal((VOCAB, 512)).astype(np.float32)
     source = tiny(tmp_path / "m", "qwen3", changes={EMBED: words}, **wide)
-    asked = 750_000_000
+    asked = 630_000_000
     run = f"""
 import os
 open({str(own_cgroup() / "cgroup.procs")!r}, "w").write(str(os.getpid()))

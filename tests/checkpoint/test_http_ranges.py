@@ -263,7 +263,7 @@ FAULTS = (
 
 
 @settings(
-    max_examples=len(asked(range(2000), range(120))),
+    max_examples=len(asked(range(2000), range(80))),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

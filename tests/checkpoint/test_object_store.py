@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """A local S3."""
-    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto or flask is not installed")
     running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()

@@ -73,7 +73,7 @@ def _make_container(url: str, name: str) -> None:
 @pytest.fixture(scope="module")
 def google() -> Iterator[str]:
     """The XML interface that Google's storage shares with S3, by moto, which knows no bearer tokens."""
-    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto or flask is not installed")
     from werkzeug.serving import make_server
 
     inside = moto.DomainDispatcherApplication(moto.create_backend_app)

@@ -33,7 +33,7 @@ from tests.support.kills import killed_at, really_killed_at
 from tests.support.models import tiny
 
 # `make crash` tries every call in every way, and kills what goes on as well.
-KILLS = 12
+KILLS = 8
 # Small blocks, one after the other, so that calls come in nearly one order.
 HOW = ("-j", 1, "--max-memory", "2MB", "-q")
 
@@ -133,7 +133,7 @@ def test_a_run_killed_as_it_goes_on_goes_on_as_well(
     files, thrice = planned(kind, tmp_path), 0
     (tmp_path / "count").mkdir()
     calls = calls_of(running(*command, *HOW, "-o", tmp_path / "count" / name))
-    for number in asked(range(400), range(4)):
+    for number in asked(range(400), range(3)):
         folder = tmp_path / str(number)
         folder.mkdir()
         run = running(*command, *HOW, "-o", folder / name)

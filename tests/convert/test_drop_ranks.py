@@ -104,7 +104,7 @@ def test_a_process_killed_at_any_request_is_followed_by_another(
     at_request: AtRequest,  # noqa: F811
 ) -> None:
     every = range(1, requests(hub, kind) + 1)
-    for request in asked(every, [*every[3::9], every[-2], every[-1]]):
+    for request in asked(every, [*every[3::13], every[-2], every[-1]]):
         again(hub)
         code = ended(at_request(running(*drop(kind, 0, 2)), request, signal.SIGKILL))
         assert code in (0, -signal.SIGKILL) and visible(hub) in (set(), weights(kind)), request
@@ -117,7 +117,7 @@ def test_a_process_killed_at_any_request_is_followed_by_another(
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_process_killed_at_any_call_is_followed_by_another(hub: FakeHub, kind: str) -> None:  # noqa: F811
     every = range(calls_of(running(*drop(kind, 0, 2))))
-    for call in asked(every, [*every[5 :: len(every) // 8], *every[-4:]]):
+    for call in asked(every, [*every[5 :: len(every) // 6], *every[-4:]]):
         again(hub)
         code = killed(running(*drop(kind, 0, 2)), call, MOMENTS[call % len(MOMENTS)])
         assert code in (0, KILLED) and visible(hub) in (set(), weights(kind)), call
@@ -134,7 +134,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
 ) -> None:
     one_at_a_time(monkeypatch)
     every, overtaken = range(1, requests(hub, kind) + 1), 0
-    for request in asked(every, [*every[4::10], *every[-3:]]):
+    for request in asked(every, [*every[4::14], *every[-3:]]):
         again(hub)
         child = at_request(running(*drop(kind, 0, 2)), request, signal.SIGSTOP)
         _, status = os.waitpid(child, os.WUNTRACED)

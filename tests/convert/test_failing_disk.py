@@ -15,7 +15,7 @@ from tests.support.commands import qconvert
 from tests.support.crashes import JOBS, asked, failing, groups_of, names_of, running, tree
 
 # `make crash` has every call fail in every way.
-SOME = 6
+SOME = 4
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 HOW = ("-j", 1, "--max-memory", "2MB")
 

@@ -69,12 +69,12 @@ main(sys.argv[1:])
 """
 
 
-def agent(root: Path, *how: object) -> subprocess.Popen[str]:
-    """An elastic agent of torchrun, with two processes, of which the first of all dies once."""
+def agent(root: Path, processes: int, *how: object) -> subprocess.Popen[str]:
+    """An elastic agent of torchrun, with some processes; the first of all dies once."""
     (root / "dying.py").write_text(DYING)
     (root / "died").unlink(missing_ok=True)
     command, name = KINDS["shards"]
-    words = ("-m", "torch.distributed.run", *how, "--nproc-per-node", 2, "--max-restarts", 2)
+    words = ("-m", "torch.distributed.run", *how, "--nproc-per-node", processes, "--max-restarts", 2)
     called = [*words, "dying.py", *command, "-j", 1, "-o", f"made/{name}"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     return subprocess.Popen(
@@ -89,7 +89,7 @@ def agent(root: Path, *how: object) -> subprocess.Popen[str]:
 def test_torchrun_restarts_a_killed_process(root: Path) -> None:
     """The elastic agent ends the others and starts all anew; what has a receipt stays."""
     Path("made").mkdir()
-    with agent(root, "--standalone") as one:
+    with agent(root, 2, "--standalone") as one:
         out, err = one.communicate(timeout=300)
     assert one.returncode == 0 and "exitcode: -9" in err, err
     assert same("shards") and out.count("total") == 1
@@ -101,7 +101,8 @@ def test_two_agents_of_torchrun_make_one_output(root: Path) -> None:
         port = probe.getsockname()[1]
     Path("made").mkdir()
     meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    with agent(root, *meeting, "--node-rank", 0) as first, agent(root, *meeting, "--node-rank", 1) as second:
+    agents = [agent(root, 1, *meeting, "--node-rank", number) for number in (0, 1)]
+    with agents[0] as first, agents[1] as second:
         told_ = [each.communicate(timeout=300) for each in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0], told_
     assert same("shards") and sum(out.count("total") for out, _ in told_) == 1

@@ -23,7 +23,7 @@ from tests.support.fake_hub import running as running_hub
 from tests.support.models import tiny
 
 HOW = ("-j", 1, "--max-memory", "2MB", "-q")
-KILLS = 8
+KILLS = 6
 
 
 @pytest.fixture

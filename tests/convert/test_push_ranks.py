@@ -118,7 +118,7 @@ def test_a_process_killed_at_any_request_is_followed_by_another(
     hub: FakeHub, kind: str, at_request: Callable[[Callable[[], object], int, int], int]
 ) -> None:
     every = range(1, requests(hub, kind) + 1)
-    for request in asked(every, [*every[3::9], every[-2], every[-1]]):
+    for request in asked(every, [*every[3::13], every[-2], every[-1]]):
         again(hub)
         code = ended(at_request(running(*push(kind, 0, 2)), request, signal.SIGKILL))
         assert code in (0, -signal.SIGKILL) and visible(hub) in (set(), weights(kind)), request
@@ -131,7 +131,7 @@ def test_a_process_killed_at_any_request_is_followed_by_another(
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_process_killed_at_any_call_is_followed_by_another(hub: FakeHub, kind: str) -> None:
     every = range(calls_of(running(*push(kind, 0, 2))))
-    for call in asked(every, every[5 :: len(every) // 8]):
+    for call in asked(every, every[5 :: len(every) // 6]):
         again(hub)
         code = killed(running(*push(kind, 0, 2)), call, MOMENTS[call % len(MOMENTS)])
         assert code in (0, KILLED) and visible(hub) in (set(), weights(kind)), call
@@ -150,7 +150,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
 ) -> None:
     one_at_a_time(monkeypatch)
     every, overtaken = range(1, requests(hub, kind) + 1), 0
-    for request in asked(every, [*every[4::10], every[-3]]):
+    for request in asked(every, [*every[4::14], every[-3]]):
         again(hub)
         child = at_request(running(*push(kind, 0, 2)), request, signal.SIGSTOP)
         _, status = os.waitpid(child, os.WUNTRACED)

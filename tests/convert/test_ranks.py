@@ -121,7 +121,7 @@ def moments(calls: int, number: int) -> list[int]:
 def test_what_a_killed_process_leaves_is_finished_by_another(kind: str) -> None:
     """Killed at any call, while it writes or finishes; what it has finished is not done again."""
     calls = calls_of(running(*rank(kind, 0, 2)))
-    for number, call in enumerate(moments(calls, 8)):
+    for number, call in enumerate(moments(calls, 6)):
         shutil.rmtree("made")
         code = killed(running(*rank(kind, 0, 2)), call, MOMENTS[number % len(MOMENTS)])
         assert code in (0, KILLED)
@@ -140,7 +140,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
     one_at_a_time(monkeypatch)
     calls = calls_of(running(*rank(kind, 0, 2)))
     overtaken = 0
-    for call in moments(calls, 4):
+    for call in moments(calls, 3):
         shutil.rmtree("made")
         child = started(stopping(running(*rank(kind, 0, 2)), call))
         _, status = os.waitpid(child, os.WUNTRACED)
@@ -150,7 +150,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
             assert ended(child) == 0, call
             overtaken += 1
         assert same(kind), call
-    assert overtaken > 4
+    assert overtaken > 3
 
 
 # In place of an earlier output
@@ -191,7 +191,7 @@ def test_a_process_that_was_stopped_while_it_replaced_an_output_wakes_without_ha
     one_at_a_time(monkeypatch)
     earlier(kind)
     calls = calls_of(running(*over(kind, 0, 2)))
-    for call in moments(calls, 4):
+    for call in moments(calls, 3):
         earlier(kind)
         child = started(stopping(running(*over(kind, 0, 2)), call))
         _, status = os.waitpid(child, os.WUNTRACED)

@@ -1,4 +1,4 @@
-"""Eight thousand changed files, the same ones on every run; `make fuzz` reads a million others."""
+"""Five thousand changed files, the same ones on every run; `make fuzz` reads a million others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fuzz.mutations import changed_bytes, changed_json
 from tests.support.commands import qconvert
 from tests.support.process_memory import freed_memory_given_back
 
-INPUTS = 8_000  # 400 of each of thirteen kinds; 1,600 and 1,200 of layouts and types of GGML
+INPUTS = 5_000  # 250 of each of thirteen kinds; 1,000 and 750 of layouts and types of GGML
 
 
 @pytest.fixture(autouse=True)

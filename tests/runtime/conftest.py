@@ -1,4 +1,4 @@
-"""What kernels compute with other instruction sets or threads; triton's interpreter, patched for a launch."""
+"""What kernels compute with other instruction sets or threads; triton's interpreter, hastened."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qconvert.quant.simd import processor
 from tests.support.instruction_sets import Digests
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from evals.interpreted import patch_once
+    from evals.interpreted import hasten
 
-    patch_once()
+    hasten()
 
 
 @pytest.fixture(scope="session")

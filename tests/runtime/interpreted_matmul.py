@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
@@ -174,3 +177,19 @@ def test_a_linear_layer_of_any_number_of_rows(
     assert got.dtype == BF16 and got.shape == (1, rows, 192)
     # Once rounded; by the interpreter, which truncates, the weight as well.
     assert (got.double() - want).norm() <= 2.0**-7 * want.norm()
+
+
+@triton.jit
+def _doubled(x, y):  # type: ignore[no-untyped-def]
+    tl.store(y, tl.load(x) * 2)
+
+
+def test_an_overflow_of_integers_is_seen() -> None:
+    """Which the interpreter is told to look for at less cost than by its own operations."""
+    most = torch.iinfo(torch.int32).max
+    for dtype in (torch.int32, torch.int64):
+        y_1 = torch.zeros(1, dtype=dtype)
+        _doubled[(1,)](torch.tensor([most // 2], dtype=dtype), y_1)
+        assert int(y_1) == most - 1
+    with pytest.raises(InterpreterError, match="int32 overflow detected for operation mul"):
+        _doubled[(1,)](torch.tensor([most // 2 + 1], dtype=torch.int32), y_1)

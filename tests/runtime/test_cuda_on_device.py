@@ -20,7 +20,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from evals.interpreted import trust_integers
 from evals.random_models import (
     BF16,
     FORMS,
@@ -46,8 +45,6 @@ from qconvert.runtime.storage import DenseWeight
 
 DRY = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if DRY else "cuda")
-if DRY:
-    trust_integers()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(

@@ -6,7 +6,7 @@ Sources: compressed-tensors 0.20, `quantization/quant_args.py`, `utils/match.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -41,9 +41,20 @@ def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
 
 def group_of(settings: Mapping[str, object], module: str) -> Mapping[str, object]:
     """The one of `config_groups` that loaders take for a module; empty where there is none."""
-    if _matches(module, settings.get("ignore")):
-        return {}
-    return next((g for g in groups_of(settings) if _matches(module, g.get("targets"))), {})
+    return group_finder(settings)(module)
+
+
+def group_finder(settings: Mapping[str, object]) -> Callable[[str], Mapping[str, object]]:
+    """What gives `group_of` for any module, with the settings looked through once."""
+    is_ignored = _matcher(settings.get("ignore"))
+    groups = [(_matcher(group.get("targets")), group) for group in groups_of(settings)]
+
+    def found(module: str) -> Mapping[str, object]:
+        if is_ignored(module):
+            return {}
+        return next((group for matches, group in groups if matches(module)), {})
+
+    return found
 
 
 def groups_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
@@ -56,10 +67,10 @@ def _declared(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
     return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
 
 
-def _matches(module: str, targets: object) -> bool:
-    """Whether a list of names, `re:` patterns and the class of all linears names a module."""
+def _matcher(targets: object) -> Callable[[str], object]:
+    """What tells whether a list of names, `re:` patterns and the class of all linears names a module."""
     named = _names(targets)
-    return LINEARS in named or _pattern(tuple(named)).match(module) is not None
+    return (lambda module: True) if LINEARS in named else _pattern(tuple(named)).match
 
 
 def _names(targets: object) -> list[str]:

@@ -12,7 +12,7 @@ from qconvert.core.encodings import AffineInt, Codebook, ModelTensor
 from qconvert.errors import UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import MatrixKind, Promise
-from qconvert.formats.layouts.compressed_tensors.activations import LINEARS, group_of, groups_of
+from qconvert.formats.layouts.compressed_tensors.activations import LINEARS, group_finder, groups_of
 from qconvert.formats.layouts.compressed_tensors.arrays import CompressedTensors, EightBits
 from qconvert.formats.layouts.compressed_tensors.config import INT
 from qconvert.formats.layouts.compressed_tensors.reading import check_format
@@ -25,13 +25,13 @@ def promise(config: Json) -> Promise:
     formats = {group.get("format") or settings.get("format") for group in groups_of(settings)}
     layout = CompressedTensors(EightBits() if INT in formats else frozenset())
 
-    by_name = _named_alone(settings)
+    group_of, group_named = group_finder(settings), group_finder(_named_alone(settings))
 
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> AffineInt | Codebook | None:
         if kind == "router":
             return None
-        said = by_name if kind == "embedding" else settings
-        weights = group_of(said, checks.base_of(tensor)).get("weights")
+        find = group_named if kind == "embedding" else group_of
+        weights = find(checks.base_of(tensor)).get("weights")
         return _encoding(tensor, weights, decoded) if isinstance(weights, dict) else None
 
     return Promise(layout, encoding)
