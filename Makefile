@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CREATED := $(VENV)/.created
 PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 # Modules are compiled as they are imported, which a fifth of them are; all of them take 50 s.
@@ -46,18 +47,21 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The package and what it needs: enough for the demo.
-$(PACKAGE): pyproject.toml .ci/constraints.txt
+$(CREATED):
 	$(PYTHON) -c 'import sys; sys.exit("qconvert needs Python 3.10 or newer; run make PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) 'setuptools>=77' wheel
+	touch $@
+
+# The package and what it needs: enough for the demo.
+$(PACKAGE): $(CREATED) pyproject.toml .ci/constraints.txt
 	$(PIP) -e .
 	touch $@
 
-# What the tests need beside it.
-$(INSTALLED): $(PACKAGE)
+# The same with what the tests need beside it.
+$(INSTALLED): $(CREATED) pyproject.toml .ci/constraints.txt
 	$(PIP) -e '.[dev]'
-	touch $@
+	touch $(PACKAGE) $@
 
 clean:
 	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
