@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,27 +111,3 @@ def test_as_many_sums_are_chained_as_fit_16_bits() -> None:
         assert chain * 2 * 255 * reach < 1 << 15
         assert chain == 8 or 2 * max(chain, 0.5) * 2 * 255 * reach >= 1 << 15
     assert [chain_of(reach, 32) for reach in (8, 16, 32, 64, 128)] == [8, 4, 2, 1, 0]
-
-
-MACHINE_CODE = """
-from qconvert.runtime.cpu.byte_tiles import byte_tile
-print(byte_tile(32, True, 0)._library.get_asm_str())
-"""
-
-
-@pytest.mark.skipif(processor.is_arm(), reason="of x86")
-def test_avx_vnni_is_used_without_avx512(tmp_path: Path) -> None:
-    """Intel's client processors since Alder Lake have VNNI, for registers of 256 bits."""
-    features = "+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+popcnt,+sse4.2,+avxvnni"
-    variables = {
-        "NUMBA_CPU_NAME": "alderlake",
-        "NUMBA_CPU_FEATURES": features,
-        "NUMBA_CACHE_DIR": str(tmp_path),
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", MACHINE_CODE],
-        env={k: v for k, v in os.environ.items() if k != processor.VARIABLE} | variables,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert "vpdpbusd" in ran.stdout and "ymm" in ran.stdout
-    assert "zmm" not in ran.stdout and "vpmaddubsw" not in ran.stdout

@@ -100,6 +100,15 @@ def multiplies_tiles() -> bool:
 
 
 @lru_cache
+def halves_512() -> bool:
+    """Whether the processor takes instructions on 512 bits in two halves, as Zen 4 (`znver4`) does.
+
+    They then save instructions, but moving numbers from half to half costs more than it does in 256 bits.
+    """
+    return has("avx512bw") and compiled_for()[1] == "znver4"
+
+
+@lru_cache
 def widens_bf16() -> bool:
     """Whether many products of bfloat16 numbers are faster as float32 ones: on Intel's processors that have
     pairs of bfloat16 but no AMX.

@@ -46,7 +46,9 @@ BYTE_OF = [8 * (2 * (column // 8 % 2) + column // 16) + column % 8 for column in
 TABLE_BYTES, TABLE_NUMBERS = 64, 16
 """A table is the lower bytes of its 16 whole numbers, twice, the upper bytes, twice, and 16 float32."""
 
-_COPIES = 2 if processor.has("avx512bw") else 1
+_WIDE = processor.has("avx512bw") and not processor.halves_512()
+"""Whether a `dot` multiplies 32 numbers in a register of 512 bits."""
+_COPIES = 2 if _WIDE else 1
 """Of a run in a register that a `dot` multiplies: reading fills both halves of 512 bits, after which no byte
 has to go from half to half."""
 
@@ -54,11 +56,11 @@ has to go from half to half."""
 def pair_sums(builder: Any, a: Any, b: Any) -> Any:
     """Products of int16 numbers, neighbours added: half as many int32."""
     count = a.type.count
-    for feature, name, width in (
-        ("avx512bw", "llvm.x86.avx512.pmaddw.d.512", 32),
-        ("avx2", "llvm.x86.avx2.pmadd.wd", 16),
+    for has, name, width in (
+        (_WIDE, "llvm.x86.avx512.pmaddw.d.512", 32),
+        (processor.has("avx2"), "llvm.x86.avx2.pmadd.wd", 16),
     ):
-        if processor.has(feature) and width <= count:
+        if has and width <= count:
             return by_parts(builder, name, ir.VectorType(I32, width // 2), width, a, b)
     whole = ir.VectorType(I32, count // 2)
     sums = [

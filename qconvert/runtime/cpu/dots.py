@@ -40,6 +40,8 @@ from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
     folded,
+    in_narrow_registers,
+    kept_apart,
     larger,
     line_in,
     load_bf16,
@@ -53,6 +55,8 @@ from qconvert.runtime.cpu.simd import (
 _MOST = np.float32(32767)
 _LEAST_PEAK = np.float32(1e-30)
 """Blocks of smaller numbers count as zero: their step would be no normal number."""
+_ROWS = 64
+"""Rows of one call, which takes some nanoseconds."""
 
 
 @routine
@@ -64,6 +68,7 @@ def rounded_up(count):  # type: ignore[no-untyped-def]
 @routine
 def sizes(linear, columns):  # type: ignore[no-untyped-def]
     """Blocks and groups of a row, and how many runs of `columns` columns a group has."""
+    in_narrow_registers()
     blocks, groups = (linear.width + BLOCK - 1) // BLOCK, (linear.width + linear.group - 1) // linear.group
     return blocks, groups, linear.group // columns
 
@@ -110,6 +115,7 @@ def named(function: Callable[..., None], name: str) -> Any:
 @routine
 def _add_block(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
     """Add the products of a block whose scale holds for all of it to the sums a."""
+    in_narrow_registers()
     low = by_itself(added(dot(w, 0, table, at), dot(w, 1, table, at + 64)))
     high = by_itself(added(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192)))
     return fused(as_floats(added(low, high)), splat(float_at(scale)), a), b
@@ -118,6 +124,7 @@ def _add_block(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
 @routine
 def _add_parts(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
     """The same where scales hold for 32 columns, what a `dot` takes; to the sums a and b."""
+    in_narrow_registers()
     low = folded(dot(w, 0, table, at), dot(w, 1, table, at + 64))
     high = folded(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
     a = fused(as_floats(low), two_floats(scale), a)
@@ -127,6 +134,7 @@ def _add_parts(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
 @routine
 def _add_half_parts(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
     """The same where scales hold for 16 columns, half of what a `dot` takes."""
+    in_narrow_registers()
     a = fused(as_floats(dot(w, 0, table, at)), two_floats(scale), a)
     b = fused(as_floats(dot(w, 1, table, at + 64)), two_floats(scale + 8), b)
     a = fused(as_floats(dot(w, 2, table, at + 128)), two_floats(scale + 16), a)
@@ -137,23 +145,31 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
     """Rows of codes whose scales hold for any multiple of `columns` columns."""
     ask = asks_ahead(block_bytes)
 
-    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+    def some_rows(linear, first, last, numbers, steps, sums, scales, y):  # type: ignore[no-untyped-def]
+        kept_apart()
+        in_narrow_registers()
         blocks, groups, each = sizes(linear, columns)
-        shorts, steps, sums = _fixed(linear, x, columns)
-        scales, table = np.zeros(len(steps) + LANES, np.float32), linear.table
-        for row in range(start, stop):
-            away = spread(linear, row, groups, each, address(steps), address(sums), line_in(scales))
-            w, scale = linear.codes + row * blocks * block_bytes, line_in(scales)
-            at = line_in(shorts)  # here: numba frees what is not named again
+        for row in range(first, last):
+            away = spread(linear, row, groups, each, steps, sums, scales)
+            w, at, scale = linear.codes + row * blocks * block_bytes, numbers, scales
             a = splat(np.float32(0))
             b = a
             for _ in range(blocks):
                 ask(w)
-                a, b = add(dot, w, table, at, scale, a, b)
+                a, b = add(dot, w, linear.table, at, scale, a, b)
                 w += block_bytes
                 at += 2 * BLOCK
                 scale += 4 * (BLOCK // columns)
             put_float(y + 4 * row, total(a + b) - away)
+
+    multiply = named(some_rows, f"{name}_of_some")
+
+    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+        shorts, steps, sums = _fixed(linear, x, columns)
+        scales = np.zeros(len(steps) + LANES, np.float32)
+        for first in range(start, stop, _ROWS):  # numba frees what is not named again
+            last, numbers = min(first + _ROWS, stop), line_in(shorts)
+            multiply(linear, first, last, numbers, address(steps), address(sums), line_in(scales), y)
 
     return named(rows, name)
 

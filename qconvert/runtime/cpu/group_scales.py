@@ -14,6 +14,7 @@ from qconvert.runtime.cpu.kernel_args import BF16, F16, F32
 from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
+    in_narrow_registers,
     kept_apart,
     load_bf16,
     paired,
@@ -29,6 +30,7 @@ _ONE = np.float32(1)
 @routine
 def numbers_at(kind, stored, supers, shared, i):  # type: ignore[no-untyped-def]
     """Numbers [i, i + 16) of the groups of a weight, as float32."""
+    in_narrow_registers()
     if kind == F32:
         return floats(stored + 4 * i)
     if kind == BF16:
@@ -43,6 +45,7 @@ def numbers_at(kind, stored, supers, shared, i):  # type: ignore[no-untyped-def]
 @routine
 def scales_at(linear, i):  # type: ignore[no-untyped-def]
     """Scales [i, i + 16) of the groups of a weight."""
+    in_narrow_registers()
     scale = numbers_at(linear.number_type, linear.scales, linear.supers, linear.shared, i)
     if linear.divisor != _ONE:
         scale = scale / splat(linear.divisor)
@@ -52,12 +55,14 @@ def scales_at(linear, i):  # type: ignore[no-untyped-def]
 @routine
 def mins_at(linear, i):  # type: ignore[no-untyped-def]
     """Mins [i, i + 16) of the groups of a weight that has them."""
+    in_narrow_registers()
     return numbers_at(linear.number_type, linear.mins, linear.super_mins, linear.shared, i)
 
 
 @routine
 def zeros_at(linear, i):  # type: ignore[no-untyped-def]
     """Zeros [i, i + 16) of the groups of a weight."""
+    in_narrow_registers()
     if linear.zeros:
         return byte_floats(linear.zeros + i)
     return splat(np.float32(linear.zero))
@@ -71,6 +76,7 @@ def spread(linear, row, groups, each, steps, sums, out):  # type: ignore[no-unty
     zeros up to a multiple of 16; `out` has room for `groups` times `each` numbers and 16 more. Returns
     what zeros and mins take away from the row's product.
     """
+    in_narrow_registers()
     away, shifts = splat(np.float32(0)), linear.zeros or linear.zero
     factor = linear.factor * linear.unit
     for g in range(0, groups, LANES):
@@ -84,14 +90,17 @@ def spread(linear, row, groups, each, steps, sums, out):  # type: ignore[no-unty
         if each == 1:
             store_f32(out + at, scale * floats(steps + at))
         else:
-            _repeat(scale, min(LANES, groups - g), each, steps + at, out + at)
+            store_f32(out + at, scale)
+            _repeat(min(LANES, groups - g), each, steps + at, out + at)
     return total(away) if shifts or linear.mins else np.float32(0)
 
 
 @routine
-def _repeat(scale, groups, each, steps, out):  # type: ignore[no-untyped-def]
-    """More than one number for a group; what a group writes too much, the next one overwrites."""
+def _repeat(groups, each, steps, out):  # type: ignore[no-untyped-def]
+    """Scales at `out` times their steps: what a group writes too much, the next one overwrites."""
     kept_apart()
+    in_narrow_registers()
+    scale = floats(out)
     if each == 2:
         store_f32(out, paired(scale, scale, 0) * floats(steps))
         store_f32(out + 64, paired(scale, scale, 1) * floats(steps + 64))

@@ -133,6 +133,18 @@ def kept_apart(builder: Any) -> None:
     builder.function.attributes.add("noinline")
 
 
+@instructions(types.void)
+def in_narrow_registers(builder: Any) -> None:
+    """Compute the routine that says this in registers of 256 bits, where those of 512 are taken in halves.
+
+    LLVM heeds it where all routines that it copies into this one say so too. It passes vectors in other
+    registers then: no such routine takes one from a routine that does not say so.
+    """
+    if processor.halves_512():
+        attributes = ('"min-legal-vector-width"="0"', '"prefer-vector-width"="256"')
+        set.update(builder.function.attributes, attributes)  # which llvmlite does not know
+
+
 @routine
 def address(array):  # type: ignore[no-untyped-def]
     """Where an array lies. (By itself numba has an unsigned number, whose sums with others are float64.)"""
@@ -176,7 +188,7 @@ def float_at(builder: Any, address: Any) -> Any:
 @instructions(lanes_type, types.intp)
 def two_floats(builder: Any, address: Any) -> Any:
     """Two float32, each in eight lanes."""
-    if processor.has("avx512f"):  # one instruction sorts both into a register
+    if processor.has("avx512f") and not processor.halves_512():  # one instruction sorts both into a register
         return picked(builder, read(builder, address, ir.VectorType(ir.FloatType(), 2)), [0] * 8 + [1] * 8)
     eight = ir.VectorType(ir.FloatType(), LANES // 2)
     spread = []  # from memory one by one, which costs no shuffle
