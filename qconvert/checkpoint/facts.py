@@ -46,8 +46,11 @@ def scales_beside(checkpoint: Checkpoint) -> tuple[tuple[StoredScale, ModelTenso
     """The arrays beside the weights of a quantized model that scale the inputs of linears, or caches."""
     if registry.claimed_by(checkpoint.config) is None:
         return ()
-    numbers = (spec for spec in checkpoint.files.specs.values() if spec.count == 1 and spec.dtype.is_float)
-    named = ((checkpoint.layout.scale_stored_as(spec.name), spec) for spec in numbers)
+    named = (
+        (checkpoint.layout.scale_stored_as(name), spec)
+        for name, spec in checkpoint.files.specs.items()
+        if spec.count == 1 and spec.dtype.is_float
+    )
     return tuple(
         (scale, ModelTensor(spec.name, spec.shape, Unquantized(spec.dtype)))
         for scale, spec in named

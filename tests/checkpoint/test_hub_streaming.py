@@ -205,7 +205,7 @@ ODD = (
     Answer(429, {"Retry-After": "0"}), Answer(headers={"Content-Encoding": "gzip"}), Answer(302),
 )  # fmt: skip
 # `make crash` tries 2,000 sequences.
-SEQUENCES = asked(range(2000), range(6))
+SEQUENCES = asked(range(2000), range(8))
 
 
 def test_any_sequence_of_faults_ends_equal_or_in_one_sentence_and_goes_on(hub: FakeHub, here: Path) -> None:

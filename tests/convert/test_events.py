@@ -233,12 +233,12 @@ def test_a_stage_that_fails_or_is_interrupted_says_so(
 
 def test_silence_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that says nothing of itself, and a run whose blocks are slow, have lines all the same."""
-    monkeypatch.setattr(events, "SILENT", 0.025)
+    monkeypatch.setattr(events, "SILENT", 0.05)
     with events.stage_to(here / "e.jsonl", "weigh", ["m"], "pass"):
-        time.sleep(0.25)
+        time.sleep(0.5)
     assert len(told(here / "e.jsonl")) > 5
     make, model = runner._make, tiny(here / "model", num_hidden_layers=1)
-    monkeypatch.setattr(runner, "_make", lambda *args: (time.sleep(0.1), make(*args))[1])
+    monkeypatch.setattr(runner, "_make", lambda *args: (time.sleep(0.2), make(*args))[1])
     made("quantize", model, "--bits", 4, "-o", "o", "--events", "f.jsonl", *SLOW)
     lines = told(here / "f.jsonl")
     blocks = len({line["bytes_read"] for line in lines if line["event"] == "progress"})

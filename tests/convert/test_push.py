@@ -202,7 +202,7 @@ def test_a_run_that_is_killed_as_it_goes_on_ends_equal(
         assert same_but_card(hub, reference), (first, second)
         assert (here / "out").exists() != bool(drop)
         assert len(uploads(hub)) <= weights + 2, "at most the file that was under way goes twice a kill"
-    assert twice > len(chosen) // 3
+    assert twice >= len(chosen) // 3
     assert not list(here.glob("out.*"))
 
 

@@ -161,7 +161,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
             assert ended(child) == 0, request
             overtaken += 1
         assert published(hub, kind), request
-    assert overtaken > 2
+    assert overtaken > 1
 
 
 @pytest.mark.parametrize("status", [409, 412])

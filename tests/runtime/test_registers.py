@@ -41,8 +41,10 @@ def test_avx_vnni_is_used_without_avx512(tmp_path: Path) -> None:
 def test_rows_are_multiplied_in_registers_that_a_processor_takes_whole(
     name: str, wide: bool, tmp_path: Path
 ) -> None:
-    """All that is done for each row, in the routine that is called with some of them."""
-    code = machine_code(DOT, name, AVX512, tmp_path)
-    rows = re.findall(r"^\w*int4_by_parts_of_some\w*:\n(.*?)^\s*\.size", code, re.DOTALL | re.MULTILINE)
-    assert len(rows) == 1 and re.search("vpdpwssd|vpmaddwd", rows[0])
-    assert "%ymm" in rows[0] and ("%zmm" in rows[0]) is wide
+    """All that is done for each row: products, and their scales."""
+    code = re.split(r"^(\w+):", machine_code(DOT, name, AVX512, tmp_path), flags=re.MULTILINE)
+    routines = dict(zip(code[1::2], code[2::2], strict=True))
+    for part in ("int4_by_parts_of_some", "group_scales6spread", "group_scales7_repeat"):
+        (routine,) = (text for label, text in routines.items() if part in label)
+        assert ("%zmm" in routine) is wide, part
+        assert part != "int4_by_parts_of_some" or re.search("vpdpwssd|vpmaddwd", routine)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal
 
 from qconvert.core.activations import ActivationScheme
@@ -68,9 +68,15 @@ def _declared(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def _matcher(targets: object) -> Callable[[str], object]:
-    """What tells whether a list of names, `re:` patterns and the class of all linears names a module."""
-    named = _names(targets)
-    return (lambda module: True) if LINEARS in named else _pattern(tuple(named)).match
+    """What tells whether a list of names, `re:` patterns and the class of all linears names a module.
+
+    Patterns are compiled, and may be refused, for the first module that is looked for.
+    """
+    named = tuple(_names(targets))
+    if LINEARS in named:
+        return lambda module: True
+    pattern = cache(lambda: _pattern(named))
+    return lambda module: pattern().match(module)
 
 
 def _names(targets: object) -> list[str]:

@@ -25,13 +25,13 @@ def promise(config: Json) -> Promise:
     formats = {group.get("format") or settings.get("format") for group in groups_of(settings)}
     layout = CompressedTensors(EightBits() if INT in formats else frozenset())
 
-    group_of, group_named = group_finder(settings), group_finder(_named_alone(settings))
+    find, find_named = group_finder(settings), group_finder(_named_alone(settings))
 
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> AffineInt | Codebook | None:
         if kind == "router":
             return None
-        find = group_named if kind == "embedding" else group_of
-        weights = find(checks.base_of(tensor)).get("weights")
+        group = (find_named if kind == "embedding" else find)(checks.base_of(tensor))
+        weights = group.get("weights")
         return _encoding(tensor, weights, decoded) if isinstance(weights, dict) else None
 
     return Promise(layout, encoding)

@@ -56,7 +56,7 @@ _MOST = np.float32(32767)
 _LEAST_PEAK = np.float32(1e-30)
 """Blocks of smaller numbers count as zero: their step would be no normal number."""
 _ROWS = 64
-"""Rows of one call, which takes some nanoseconds."""
+"""Rows of one call: so many that calling, some nanoseconds, takes no time."""
 
 
 @routine
@@ -146,7 +146,8 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
     ask = asks_ahead(block_bytes)
 
     def some_rows(linear, first, last, numbers, steps, sums, scales, y):  # type: ignore[no-untyped-def]
-        kept_apart()
+        """Rows [first, last), of what `_fixed` makes and room for the scales of one row."""
+        kept_apart()  # copied into `rows`, it would be in whatever registers that is
         in_narrow_registers()
         blocks, groups, each = sizes(linear, columns)
         for row in range(first, last):
@@ -167,7 +168,7 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         shorts, steps, sums = _fixed(linear, x, columns)
         scales = np.zeros(len(steps) + LANES, np.float32)
-        for first in range(start, stop, _ROWS):  # numba frees what is not named again
+        for first in range(start, stop, _ROWS):  # not one call: numba frees arrays when it has their address
             last, numbers = min(first + _ROWS, stop), line_in(shorts)
             multiply(linear, first, last, numbers, address(steps), address(sums), line_in(scales), y)
 

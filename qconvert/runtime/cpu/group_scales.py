@@ -91,7 +91,8 @@ def spread(linear, row, groups, each, steps, sums, out):  # type: ignore[no-unty
             store_f32(out + at, scale * floats(steps + at))
         else:
             store_f32(out + at, scale)
-            _repeat(min(LANES, groups - g), each, steps + at, out + at)
+            left = groups - g  # and not `min`, a routine of numba's that is in no narrow registers
+            _repeat(left if left < LANES else LANES, each, steps + at, out + at)
     return total(away) if shifts or linear.mins else np.float32(0)
 
 

@@ -137,8 +137,9 @@ def kept_apart(builder: Any) -> None:
 def in_narrow_registers(builder: Any) -> None:
     """Compute the routine that says this in registers of 256 bits, where those of 512 are taken in halves.
 
-    LLVM heeds it where all routines that it copies into this one say so too. It passes vectors in other
-    registers then: no such routine takes one from a routine that does not say so.
+    LLVM heeds it where all routines that it copies into this one say so too, which numba's own (`min`,
+    `np.zeros`) do not. It passes vectors in other registers then: no such routine takes one from a routine
+    that does not say so.
     """
     if processor.halves_512():
         attributes = ('"min-legal-vector-width"="0"', '"prefer-vector-width"="256"')
