@@ -180,11 +180,11 @@ def test_faults_and_expiring_addresses_change_no_byte(hub: FakeHub, here: Path) 
     made(GGUF[0], "org/m", *GGUF[1:], "-o", "kept.gguf", "--keep-source")
     shutil.rmtree(here / "cache")
     odd = (Answer(503), Answer(408), Answer(keep=70_000, reset=True), Answer(keep=10))
-    hub.ranges, hub.uses = 0, 5
+    hub.ranges, hub.uses = 0, 3
     hub.fault = lambda number: odd[number % 4] if number % 3 == 2 else None
     made(GGUF[0], "org/m", *GGUF[1:], "-o", "hard.gguf", "--max-memory", "8MB", "--connections", 2)
     assert (here / "hard.gguf").read_bytes() == (here / "kept.gguf").read_bytes()
-    assert len([asked for asked in hub.log if asked.status == 403]) > 1
+    assert len([asked for asked in hub.log if asked.status == 403]) > 3
     assert all(asked.authorization is None for asked in hub.log if asked.server == "cdn")
 
 

@@ -140,7 +140,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
     one_at_a_time(monkeypatch)
     calls = calls_of(running(*rank(kind, 0, 2)))
     overtaken = 0
-    for call in moments(calls, 3):
+    for call in moments(calls, 4):
         shutil.rmtree("made")
         child = started(stopping(running(*rank(kind, 0, 2)), call))
         _, status = os.waitpid(child, os.WUNTRACED)
@@ -150,7 +150,7 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(
             assert ended(child) == 0, call
             overtaken += 1
         assert same(kind), call
-    assert overtaken > 3
+    assert overtaken > 4
 
 
 # In place of an earlier output
@@ -191,7 +191,7 @@ def test_a_process_that_was_stopped_while_it_replaced_an_output_wakes_without_ha
     one_at_a_time(monkeypatch)
     earlier(kind)
     calls = calls_of(running(*over(kind, 0, 2)))
-    for call in moments(calls, 3):
+    for call in moments(calls, 4):
         earlier(kind)
         child = started(stopping(running(*over(kind, 0, 2)), call))
         _, status = os.waitpid(child, os.WUNTRACED)
